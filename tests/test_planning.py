@@ -388,11 +388,13 @@ def test_an_estimate_that_fits_comes_first():
     assert "70 bytes (88%)" in shown and "82 bytes (102%)" in shown
     assert (
         shown.startswith("answer  1B tokens in 2 days (43 hours to 2.4 days) for 7.00 (6.30 to 8.40): 8 GPUs, fsdp 8")
-        and "surely" not in shown
+        and "sure to fit" not in shown
     )
     assert "cost is by the given price, 2.5 per GPU-hour" in shown
     alone = show_estimates([over], best_of([over], request), PlanRequest(1e9, "time", None))
-    assert "by estimate none surely fits in the 80 bytes that a GPU has" in alone and "given price" not in alone
+    assert (
+        "by estimate no candidate is sure to fit in the 80 bytes that a GPU has" in alone and "given price" not in alone
+    )
 
 
 def zero_of(chip, *overrides):
@@ -426,7 +428,7 @@ def test_zero_is_chosen_by_time_and_memory(case, zero, why):
         assert "36.3 GiB, too much" in line and choice.best.zero == 3
     if case[0] is None:
         assert (
-            "no data sheet of cpu devices is known, so memory decides, of which 3 needs least)" in line
+            "there is no data sheet for cpu devices, so the stage is 3, which needs least memory)" in line
             and resolve_zero(spec)[0].mesh.zero == 3
         )
 
@@ -436,12 +438,14 @@ def test_a_choice_of_zero_names_what_is_kept_free():
     stages = (Stage(3, 2.0**30, 3.0, 60 * 2.0**30), Stage(2, 2.0**29, 2.0, 96 * 2.0**30), Stage(1, 1.0, 1.0, 2.0**37))
     (line,) = ZeroChoice(3, True, stages, 100 * 2.0**30).lines()
     assert "needs 60 GiB of 100 GiB, 2 takes" in line and "128 GiB of 100 GiB, too much)" in line
-    assert "needs 96 GiB of 100 GiB, too much with the 5 GiB that are kept free, 1 takes" in line
+    assert "needs 96 GiB of 100 GiB, too much with 5 GiB kept free, 1 takes" in line
 
 
 def test_where_no_zero_stage_fits_the_least_memory_decides():
     _, choice = zero_of("a100-40gb", "model.preset=llama3-70b")
-    assert choice.zero == 3 and "by estimate none fits, so memory decides, of which 3 needs least)" in choice.lines()[0]
+    assert (
+        choice.zero == 3 and "by estimate none fits, so the stage is 3, which needs least memory)" in choice.lines()[0]
+    )
 
 
 def test_a_zero_stage_that_costs_much_is_named():

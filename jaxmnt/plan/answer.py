@@ -21,7 +21,7 @@ class PlanRequest:
 
     tokens: float
     rank_by: str
-    """How to rank plans and numbers of GPUs: `time` or `cost`."""
+    """Criterion for ranking plans and numbers of GPUs: `time` or `cost`."""
     price: float | None
     """Price of one GPU-hour."""
     hours_between_failures: float | None = None

@@ -162,7 +162,7 @@ def notes(spec: StepSpec) -> list[str]:
         )
     moving = moving_bytes(spec, abstract_state(spec))
     if moving:
-        lines.append(f"checkpoint: it is stored in another layout; saving takes {size(moving)} more of a device")
+        lines.append(f"checkpoint: it is stored in another layout; a save needs {size(moving)} more per device")
     if facts and facts["microbatches"] < facts["stages"]:
         lines.append(
             f"pipeline: {microbatches_text(facts['microbatches'])} for {facts['stages']} stages; "
@@ -182,11 +182,11 @@ def _without_effect(spec: StepSpec) -> list[str]:
         "telemetry.noise_scale": config.telemetry.noise_scale and small_batches(spec) is None
         and "no device has the gradient of a part of the batch",
         "train.remat_save": bool(config.train.remat_save) and config.train.remat != "names"
-        and "only train.remat names reads it",
+        and "it applies only to train.remat names",
         "pipeline.schedule": config.pipeline.schedule != "1f1b" and alone and "there is no pipeline",
         "pipeline.layers": config.pipeline.layers is not None and alone and "there is no pipeline",
         "run.compile_cache": config.run.compile_cache is not None and on_cpus
-        and "programs of several CPU devices are not kept",
+        and "programs of several CPU devices are not cached",
     }  # fmt: skip
     return [f"{key} has no effect: {reason}" for key, reason in reasons.items() if reason]
 
@@ -416,7 +416,7 @@ def _axis_namer(spec: StepSpec) -> Callable[[Collective], str]:
         groups = collective.groups
         differ = np.any([np.any(coordinates[list(group)] != coordinates[group[0]], axis=0) for group in groups], axis=0)
         along = [axis for axis, differs in zip(sizes, differ, strict=False) if differs]
-        # Other groups than all devices along these axes have no name.
+        # Only groups of all devices along these axes are named after them.
         together = math.prod(sizes[axis] for axis in along)
         is_complete = len(groups) * together == count and all(len(group) == together for group in groups)
         return "×".join(along) if is_complete or collective.kind == "collective-permute" else "other groups"

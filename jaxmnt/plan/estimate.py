@@ -203,7 +203,7 @@ class Step:
             links=links,
         )
 
-    # Work.
+    # Work terms.
 
     def layer(self, layer: LayerCosts) -> tuple[Work, Work]:
         """Returns the forward and backward work of a layer for one microbatch.
@@ -287,7 +287,7 @@ class Step:
         """Returns 30 N / (fsdp B)."""
         return self.parameters / self.shards * OPTIMIZER_BYTES / self.rates.memory
 
-    # Communication. Each term returns None where nothing is sent.
+    # Communication terms. Each returns None where nothing is sent.
 
     def ring(self, kind: str, payload: float, axis: str) -> float:
         """Returns the time of one collective along an axis."""

@@ -66,7 +66,7 @@ def show_estimates(estimates: Sequence[Estimated], best: Estimated, request: Pla
     answer = (
         f"answer  {count(request.tokens)} tokens in {with_range(span, best.goal.seconds)}{cost}: "
         f"{counted(best.gpus, 'GPU', 'GPUs')}, {describe(best.guess.candidate)}"
-        + ("" if best.fits else f"; by estimate none surely fits in the {size(best.limit)} that a GPU has")
+        + ("" if best.fits else f"; by estimate no candidate is sure to fit in the {size(best.limit)} that a GPU has")
     )
     rows: list[tuple[str, ...]] = [("GPUs", "mesh", "step", "memory", "takes", "cost")]
     for estimate in estimates:

@@ -99,7 +99,7 @@ class Instruction(NamedTuple):
 
     @property
     def branches(self) -> list[str]:
-        """The computations of which a condition runs one."""
+        """The computations that a condition chooses from."""
         several = re.search(r"branch_computations=\{([^}]*)\}", self.line)
         names = re.findall(r"%?([\w.\-]+)", several.group(1)) if several else []
         return names + re.findall(r"(?:true|false)_computation=%?([\w.\-]+)", self.line)
@@ -158,30 +158,30 @@ def _opcode(right: str) -> str | None:
 def collective_of(instruction: Instruction, devices: int) -> Collective | None:
     """Returns the collective of an instruction; None if it sends nothing, or only waits for a started one."""
     if instruction.opcode in ("fusion-start", "copy-start") and _HOST_SPACE in instruction.line:
-        # Of a place in host memory that is filled slice by slice, the slice: it is the smallest of its arrays.
+        # A host array that is filled slice by slice sends only the slice, which is its smallest array.
         payload, dtype = min((bytes_of(array), array[0]) for array in instruction.arrays if array[1])
         return Collective(HOST_COPY, dtype, payload, (), True, instruction.op_name)
     kind = instruction.opcode.removesuffix("-start")
     if kind not in KINDS:
         return None
-    started, line = instruction.opcode.endswith("-start"), instruction.line
-    sizes = [bytes_of(array) for array in instruction.arrays if array != ("u32", ())]  # a permute's context
-    total = sum(sizes)
+    is_started, line = instruction.opcode.endswith("-start"), instruction.line
+    # Scalars of type u32 are the context of a permute.
+    total = sum(bytes_of(array) for array in instruction.arrays if array != ("u32", ()))
     if kind == "collective-permute":
         groups = _source_target_pairs(line)
-        payload = total // 2 if started else total
+        payload = total // 2 if is_started else total
     else:
         groups = _replica_groups(line, devices)
         size = max(len(group) for group in groups)
         payload = {
-            # A started gather or scatter has the type (piece, whole), however many arrays are combined in it.
+            # A started gather or scatter has the type (shard, whole), however many arrays are combined in it.
             ("all-gather", True): total * size // (size + 1),
             ("reduce-scatter", True): total * size // (size + 1),
             ("reduce-scatter", False): total * size,
             ("all-to-all", True): total // 2,
             # Newer versions of XLA start a sum with the type ((operands), results), others with the results alone.
             ("all-reduce", True): total // 2 if "= ((" in line else total,
-        }.get((kind, started), total)
+        }.get((kind, is_started), total)
     if max(map(len, groups)) == 1:
         return None
     configuration = re.search(r'"is_sync":(true|false)', line)
@@ -190,7 +190,7 @@ def collective_of(instruction: Instruction, devices: int) -> Collective | None:
         dtype=instruction.arrays[0][0],
         payload=payload,
         groups=groups,
-        asynchronous=started and (configuration is None or configuration.group(1) == "false"),
+        asynchronous=is_started and (configuration is None or configuration.group(1) == "false"),
         op_name=instruction.op_name,
     )
 
@@ -222,10 +222,12 @@ def _mesh_groups(text: str, devices: int) -> tuple[tuple[int, ...], ...]:
     match = re.match(r"mesh\[([^\]]*)\](?:,? ?device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? ?\{([^}]*)\}", text)
     assert match, f"replica groups of a form that is not known: {text[:80]}"
     axes, dims, order, group_axes = match.groups()
-    names = re.findall(r"'([^']+)'=(\d+)", axes)
-    ids = _devices_in_order(devices, dims, order).reshape([int(size) for _, size in names])
-    together = [index for index, (name, _) in enumerate(names) if name in re.findall(r"'([^']+)'", group_axes)]
-    apart = [index for index in range(len(names)) if index not in together]
+    names_and_sizes = re.findall(r"'([^']+)'=(\d+)", axes)
+    ids = _devices_in_order(devices, dims, order).reshape([int(size) for _, size in names_and_sizes])
+    # Move the axes along which a group's devices differ to the end: each row is then a group.
+    in_group = re.findall(r"'([^']+)'", group_axes)
+    together = [index for index, (name, _) in enumerate(names_and_sizes) if name in in_group]
+    apart = [index for index in range(len(names_and_sizes)) if index not in together]
     size = math.prod(ids.shape[index] for index in together)
     return _rows(ids.transpose(apart + together).reshape(-1, size))
 

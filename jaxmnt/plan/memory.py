@@ -161,7 +161,7 @@ def estimate_memory(
     in_backward = _in_backward(model, scheme, per_layer(row_residuals), multiples) + recomputed
     in_loss = _in_loss(model, scheme, multiples, loss_chunk)
     # The embedding's gradient is computed unsharded. With ZeRO 1 that is counted above; with ZeRO 2, counting it would
-    # bring no more programs close to their estimates.
+    # not improve the estimates.
     in_embedding = _head(model, scheme) if stages == 1 and scheme.zero == 3 else 0.0
     rest = max(in_backward + gradients, in_loss + gradients_in_loss, in_embedding + gradients)
     if scheme.fsdp > 1 and scheme.zero < 3:
@@ -193,7 +193,7 @@ def _in_backward(model: ModelShape, scheme: Scheme, residuals: float, multiples:
 
 
 def _in_loss(model: ModelShape, scheme: Scheme, multiples: Multiples, chunk: float) -> float:
-    """Estimates the memory during the loss, besides the same: head · 4 V D + logits · 4 t V / chunks + head_narrow · c
+    """Estimates the same memory during the loss: head · 4 V D + logits · 4 t V / chunks + head_narrow · c
     t D + head_weights · c n, where V is a device's part of the vocabulary."""
     tokens = scheme.rows * scheme.length
     logits = 4 * tokens * model.vocab / (scheme.model * scheme.pipeline)

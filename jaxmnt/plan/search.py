@@ -182,7 +182,7 @@ class Search:
             on_start(describe(guess.candidate))
             try:
                 plan = self.compile_plan(guess)
-            except ConfigError as error:  # what only the whole config shows
+            except ConfigError as error:  # some errors show only with the whole config
                 on_compiled(f"{describe(guess.candidate)}: {error}")
                 continue
             took = f"{time.perf_counter() - began:.0f} s to compile"

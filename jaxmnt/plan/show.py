@@ -105,7 +105,7 @@ def _memory(report: Report) -> list[str]:
     if memory["limit"]:
         share = memory["peak"] / memory["limit"]
         verdict = "" if share <= 1 else ": it does not fit"
-        rows.append(("of what it has", f"{size(memory['limit'])} ({share:.0%}){verdict}"))
+        rows.append(("share of the limit", f"{size(memory['limit'])} ({share:.0%}){verdict}"))
     for suggestion in memory["levers"]:
         rows.append(("saves", f"{size(suggestion['saves'])}: {suggestion['setting']}"))
     return table(rows, right=set())

@@ -74,7 +74,7 @@ class Scheme:
     slots: int = 1
     """The most microbatches of a chunk that a stage keeps at a time."""
     remat: str = "none"
-    """What backward recomputes: a key of `flops.RECOMPUTE_SHARES`."""
+    """The part of forward that backward recomputes: a key of `flops.RECOMPUTE_SHARES`."""
     dtype: str = "bfloat16"
     """Dtype of matrix products: also `float8`, with everything else in bfloat16, and `float32`."""
     float8_least: int = 0

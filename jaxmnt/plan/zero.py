@@ -38,7 +38,7 @@ LEAST_SPEEDUP = 1.03
 USABLE_SHARE = 0.95
 """Share of a device's memory that an estimate may use: few compiled programs need 3 % more than estimated
 (`benchmarks/plan_estimates.py`)."""
-_LEAST_MEMORY = "so memory decides, of which 3 needs least"
+_LEAST_MEMORY = "so the stage is 3, which needs least memory"
 COSTLY_SLOWDOWN = 1.1
 """A configured stage is reported if it takes this many times as long as the best."""
 
@@ -110,7 +110,7 @@ class ZeroChoice:
         if stage.peak > self.limit:
             room += ", too much"
         elif not self.fits(stage):
-            room += f", too much with the {size((1 - USABLE_SHARE) * self.limit)} that are kept free"
+            room += f", too much with {size((1 - USABLE_SHARE) * self.limit)} kept free"
         return f"{stage.zero} takes {seconds_text(stage.seconds)}, {sends} and {room}"
 
     def to_json(self) -> dict[str, Any]:
@@ -135,8 +135,8 @@ def choose_zero(spec: StepSpec, chip: Chip | None) -> ZeroChoice | None:
     mesh = spec.config.mesh
     is_auto = mesh.zero == "auto"
     if chip is None or not {*over} <= {*GATHERING_AXES}:
-        unknown = f"no data sheet of {_device_kind(spec)} devices is known"
-        reason = ("mesh.rules for embed are not estimated" if chip else unknown) + f", {_LEAST_MEMORY}"
+        unknown = f"there is no data sheet for {_device_kind(spec)} devices"
+        reason = ("mesh.rules for embed have no estimate" if chip else unknown) + f", {_LEAST_MEMORY}"
         without_estimates = tuple(Stage(zero, _bytes_sent(spec, zero), None, None) for zero in STAGES)
         return ZeroChoice(spec.zero, is_auto, without_estimates, None, reason)
     stages, limit = _estimate_stages(spec, chip), OUR_MEMORY_FRACTION * chip.memory
