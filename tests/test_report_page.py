@@ -21,7 +21,7 @@ from test_report import Log
 
 from jaxmnt.errors import ConfigError, ExitCode
 from jaxmnt.report.__main__ import main
-from jaxmnt.report.charts import MOST_POINTS
+from jaxmnt.report.charts import MAX_POINTS
 from jaxmnt.report.contents import report_of
 from jaxmnt.report.page import as_json, page
 from jaxmnt.report.perfetto import trace_of
@@ -67,7 +67,7 @@ def test_a_long_run_fits_and_keeps_its_spikes(tmp_path):
     told = dict(zip(loss["steps"], loss["series"][0]["values"], strict=True))
     assert all(told[step] == 99.0 for step in spikes) and {1, 100_000} <= set(told)
     assert dict(zip(times["steps"], times["series"][0]["values"], strict=True))[40_123] == 2000.0
-    assert all(len(one["steps"]) <= MOST_POINTS + 2 for one in report["runs"][0]["charts"])
+    assert all(len(one["steps"]) <= MAX_POINTS + 2 for one in report["runs"][0]["charts"])
     assert {one["id"] for one in report["runs"][0]["charts"]} >= {"phases", "model.router", "rate", "learning_rate"}
     text = page(report)
     assert len(text.encode()) < 1_000_000, len(text)
@@ -134,7 +134,7 @@ def test_what_failed_is_told_with_its_lines_and_its_cost(tmp_path, capsys):
     assert one["lines"][-1] == "ValueError: bad luck", "not what a later attempt wrote"
     assert (one["exit_code"], one["lost_steps"], one["told_by"]) == (1, 2, 2)
     assert one["cost"] == pytest.approx(8 * 3.0 * one["lost_seconds"] / 3600) and one["lost_seconds"] >= 20
-    assert "attempt 1 went on after step 3" in one["then"] and "2 steps again" in one["then"]
+    assert "attempt 1 resumed after step 3" in one["then"] and "repeated 2 steps" in one["then"]
     assert (two["kind"], two["source"]) == ("hang", "hangs/1.txt")
     assert two["lines"] == ["2026-11-23 10:00:00: in step 5, waiting", 'File "loop.py", line 3 in wait']
     assert main([str(run), "--failures"]) == 0
@@ -192,8 +192,8 @@ def test_what_is_not_there_is_said_and_the_rest_is_shown(tmp_path, capsys):
     (run / "events" / "0.jsonl").unlink()
     assert main([str(run)]) == 0
     text = capsys.readouterr().out
-    assert "has no event of a start: only what metrics.jsonl has can be shown" in text
-    assert "config.yaml is not there" in text and "steps 1 to 5" in text
+    assert "has no start event: only the lines of metrics.jsonl are shown" in text
+    assert "config.yaml does not exist" in text and "steps 1 to 5" in text
     with pytest.raises(ConfigError, match=r"such\.html cannot be written"):
         main([str(run), "--output", str(run / "no" / "such.html")])
 
@@ -277,7 +277,7 @@ def test_a_run_that_goes_on_is_under_way(tmp_path):
         path.write_text(path.read_text().replace(str(int(log.now))[:6], "100000"))
         os.utime(path, (1.0, 1.0))
     (told,) = report_of([str(run)])["runs"]
-    assert told["state"] == "broke off without a word"
+    assert told["state"] == "ended abruptly"
     assert [one["kind"] for one in told["failures"]] == ["killed"]
 
 
@@ -418,7 +418,7 @@ def test_a_real_run_in_a_real_browser(rough_run, page_reader, tmp_path):
         seen = chromium.pixels(page_reader.picture())
         assert (seen[:, 0].mean() < 60) == dark, "the page is dark where one wants it dark"
     text = page_reader.evaluate("document.body.innerText")
-    for words in ("broke off without a word", "bad step", "Goodput", "steps that were taken again", "finished"):
+    for words in ("ended abruptly", "bad step", "Goodput", "steps that a later attempt repeated", "finished"):
         assert words in text, words
     assert page_reader.evaluate("document.querySelectorAll('svg circle').length") > 5
 

@@ -1,1 +1,1 @@
-"""What became of a run, computed from the JSON lines in its directory."""
+"""Reports on a run, computed from the JSON lines in its directory."""

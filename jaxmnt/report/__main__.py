@@ -1,7 +1,7 @@
 """python -m jaxmnt.report RUN [RUN …]: where the time of a run went, what it cost, what failed; as a page with charts.
 
-RUN is a run directory, of a run that is over or under way. Several are compared. Nothing but the files in it is read;
-no JAX is needed.
+RUN is the directory of a finished or running run; several runs are compared. Only files in it are read, and JAX is not
+needed.
 """
 
 import argparse
@@ -15,7 +15,7 @@ _PAGE = "report.html"
 
 def main(arguments: list[str]) -> int:
     options = _parse(arguments)
-    # They import NumPy, for which --help shall not wait.
+    # These modules import NumPy, which would slow down --help.
     from jaxmnt.report.advice import advice_text
     from jaxmnt.report.contents import report_of
     from jaxmnt.report.page import as_json, page
@@ -37,9 +37,10 @@ def main(arguments: list[str]) -> int:
         return ExitCode.FINISHED
     print(summary_text(report))
     if not options.text:
-        where = options.output or (Path(options.run[0]) / _PAGE if len(options.run) == 1 else Path(_PAGE))
-        write_file(where, page(report))
-        print(f"page    {printable(str(where))}")
+        default = Path(options.run[0]) / _PAGE if len(options.run) == 1 else Path(_PAGE)
+        page_file = options.output or default
+        write_file(page_file, page(report))
+        print(f"page    {printable(str(page_file))}")
     if options.perfetto is not None:
         write_file(options.perfetto, trace_of(options.run))
         print(f"trace   {printable(str(options.perfetto))}; open it at https://ui.perfetto.dev")
@@ -56,25 +57,25 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("run", nargs="+", metavar="RUN", help="run directory")
     parser.add_argument(
         "--output", type=Path, metavar="FILE",
-        help=f"where to write the page; default RUN/{_PAGE}, and ./{_PAGE} of several runs",
+        help=f"where to write the page; default RUN/{_PAGE}, or ./{_PAGE} for several runs",
     )  # fmt: skip
     parser.add_argument(
-        "--price", type=_price, metavar="COST", help="what an hour of a GPU costs; default launch.cost_per_gpu_hour"
+        "--price", type=_price, metavar="COST", help="cost of a GPU-hour; default launch.cost_per_gpu_hour"
     )
-    instead = parser.add_mutually_exclusive_group()
-    instead.add_argument("--text", action="store_true", help="print the summary, and write no page")
-    instead.add_argument(
-        "--json", action="store_true", help="print every number of the report as JSON, and nothing else"
+    output_mode = parser.add_mutually_exclusive_group()
+    output_mode.add_argument("--text", action="store_true", help="print the summary only, and write no page")
+    output_mode.add_argument("--json", action="store_true", help="print only the whole report, as JSON")
+    output_mode.add_argument("--failures", action="store_true", help="print only what ended attempts")
+    output_mode.add_argument("--advise", action="store_true", help="print only advice on what to improve")
+    output_mode.add_argument(
+        "--watch", action="store_true", help="serve the page on this machine and keep it up to date"
     )
-    instead.add_argument("--failures", action="store_true", help="print what ended attempts, and nothing else")
-    instead.add_argument("--advise", action="store_true", help="print what could be better, and nothing else")
-    instead.add_argument("--watch", action="store_true", help="serve the page on this machine, and keep it up to date")
     parser.add_argument(
-        "--port", type=_port, default=8700, metavar="PORT", help="for --watch; default 8700; 0: any free one"
+        "--port", type=_port, default=8700, metavar="PORT", help="port for --watch; 0 for any free port; default 8700"
     )
-    parser.add_argument("--png", type=Path, metavar="FOLDER", help="also write the charts there as PNGs")
+    parser.add_argument("--png", type=Path, metavar="FOLDER", help="also write the charts as PNGs to this folder")
     parser.add_argument(
-        "--perfetto", type=Path, metavar="FILE", help="also write phases and events as a trace for Perfetto"
+        "--perfetto", type=Path, metavar="FILE", help="also write a trace of phases and events for Perfetto"
     )
     return parser.parse_args(arguments)
 

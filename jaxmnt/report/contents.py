@@ -1,4 +1,4 @@
-"""Everything that the report says of a run, as one value that JSON can hold: the page shows it, `--json` prints it."""
+"""The whole report of a run as one JSON value: the page shows it, `--json` prints it."""
 
 import math
 import time
@@ -23,71 +23,71 @@ from jaxmnt.telemetry.events import FORMAT, PHASE_LINES, RESOURCES, event_files,
 from jaxmnt.telemetry.phase_log import QUANTILES
 
 VERSION = 1
-"""Of what `--json` prints. It changes when a field that was there means something else or is gone."""
+"""Version of the output of `--json`. It changes when an existing field changes its meaning or is removed."""
 
-_MOST_MARKS = 500
-_MOST_SAMPLES = 20
-"""Of a kind; more cannot be told apart."""
-_MOST_PROCESSES = 64
-"""That are shown one by one: those that work longest."""
-_UNDER_WAY_SECONDS = 120.0
-"""Since a run has written for the last time; then it is over."""
-_RECENT = 100
-"""Steps over which the rate of a run is told."""
+_MAX_MARKS = 500
+"""Marks of each kind in a chart; more cannot be told apart."""
+_MAX_SAMPLES = 20
+_MAX_PROCESSES = 64
+"""Processes that are shown individually: those that work longest."""
+_ACTIVE_SECONDS = 120.0
+"""A run without a recorded end counts as active for this long after its last write."""
+_RECENT_STEPS = 100
+"""Steps over which the rate of a run is averaged."""
 
-_MARKED = ("bad_step", "loss_spike", "straggler", "checkpoint_failed", "checkpoint_damaged", "replicas_differ",
-           "rows_skipped", "slow_device", "host_fault")  # fmt: skip
-"""Events that are marked at their step."""
-_ON_TIMELINE = frozenset({
-    *_MARKED, "start", "started", "checkpoint_commit", "config_change", "straggler_over", "slow_device_over", "budget",
-    "preempted", "profile", "failed", "peer_lost", "hang", "interrupted", "end",
+_MARKED_KINDS = ("bad_step", "loss_spike", "straggler", "checkpoint_failed", "checkpoint_damaged", "replicas_differ",
+                 "rows_skipped", "slow_device", "host_fault")  # fmt: skip
+"""Kinds of events that charts mark at their step."""
+_TIMELINE_KINDS = frozenset({
+    *_MARKED_KINDS, "start", "started", "checkpoint_commit", "config_change", "straggler_over", "slow_device_over",
+    "budget", "preempted", "profile", "failed", "peer_lost", "hang", "interrupted", "end",
 })  # fmt: skip
 
 
 def report_of(runs: Sequence[str], price: float | None = None) -> Record:
-    """The report of these run directories. With a `price`, an hour of a device cost that.
+    """Returns the report of these run directories. `price` is the cost of a device-hour; None uses the recorded price.
 
-    Raises `ConfigError` for one that has no lines of a run.
+    Raises `ConfigError` for a directory without records of a run.
     """
-    reports = [_of_run(run, price) | {"label": label} for run, label in zip(runs, _labels(runs), strict=True)]
-    differences = _differences([one["config"] for one in reports])
+    reports = [_run_report(run, price) | {"label": label} for run, label in zip(runs, _labels(runs), strict=True)]
+    differences = _differences([report["config"] for report in reports])
     return {
         "version": VERSION,
         "jaxmnt": jaxmnt.__version__,
         "made": time.time(),
         "runs": reports,
         "config_differences": differences,
-        "notes": _about_differences(differences),
+        "notes": _difference_notes(differences),
     }
 
 
 def _labels(runs: Sequence[str]) -> list[str]:
-    """Short names by which runs can be told apart: their paths without what all have in common."""
+    """Returns short names that distinguish the runs: their paths without the common leading and trailing parts."""
     if len(set(runs)) < len(runs):
-        return [f"{place} {run}" for place, run in enumerate(runs, 1)]
+        return [f"{index} {run}" for index, run in enumerate(runs, 1)]
     if len(runs) == 1:
         return [printable(runs[0])]
     parts = [Path(run).absolute().parts for run in runs]
-    while min(map(len, parts)) > 1 and len({one[0] for one in parts}) == 1:
-        parts = [one[1:] for one in parts]
-    while min(map(len, parts)) > 1 and len({one[-1] for one in parts}) == 1:
-        parts = [one[:-1] for one in parts]
-    return [printable("/".join(one)) for one in parts]
+    while min(map(len, parts)) > 1 and len({path[0] for path in parts}) == 1:
+        parts = [path[1:] for path in parts]
+    while min(map(len, parts)) > 1 and len({path[-1] for path in parts}) == 1:
+        parts = [path[:-1] for path in parts]
+    return [printable("/".join(path)) for path in parts]
 
 
-def _of_run(run: str, price: float | None) -> Record:
+def _run_report(run: str, price: float | None) -> Record:
     run_dir = Path(run)
     attempts, notes = read_run_records(run_dir)
     for attempt in attempts if price is not None else []:
         attempt.cost_per_gpu_hour = price
     typical = typical_step(attempts)
     parts = [attempt_parts(attempt, typical) for attempt in attempts]
-    config, trouble = _config(run_dir)
-    over = not _is_under_way(run_dir, attempts)
+    config, config_note = _config(run_dir)
+    over = not _is_active(run_dir, attempts)
     phase_lines = read_lines(run_dir / PHASE_LINES)
     newest = attempts[-1].start
-    study, unread = read_study(run_dir)
-    notes += [one for one in (trouble, unread) if one]
+    study, study_note = read_study(run_dir)
+    notes += [note for note in (config_note, study_note) if note]
     if newest.get("format", FORMAT) > FORMAT:
         notes.append(
             f"{run} was written by a later version of jaxmnt (format {newest['format']}; this one knows {FORMAT}): "
@@ -99,10 +99,10 @@ def _of_run(run: str, price: float | None) -> Record:
         "state": _state(attempts[-1], over),
         "summary": _summary(attempts, config, typical),
         "goodput": asdict(goodput(attempts)) | {"parts": PARTS},
-        "attempts": [_attempt(*one) for one in zip(attempts, parts, strict=True)],
-        "failures": [asdict(one) for one in failures(run_dir, attempts, parts, over=over)],
+        "attempts": [_attempt_record(attempt, seconds) for attempt, seconds in zip(attempts, parts, strict=True)],
+        "failures": [asdict(failure) for failure in failures(run_dir, attempts, parts, over=over)],
         "stragglers": _stragglers(attempts),
-        "advice": [asdict(one) for one in advise(attempts, config, typical, phase_lines)],
+        "advice": [asdict(advice) for advice in advise(attempts, config, typical, phase_lines)],
         "scaling": None if study is None else study.to_json(),
         "marks": _marks(attempts),
         "timeline": _timeline(attempts),
@@ -122,15 +122,15 @@ def _of_run(run: str, price: float | None) -> Record:
 
 
 def _summary(attempts: Sequence[Attempt], config: Record, typical: float) -> Record:
-    """The numbers that a person asks for first."""
+    """Returns the key figures of a run."""
     lines = [line for attempt in attempts for line in attempt.steps]
     evals = [line for attempt in attempts for line in attempt.evals]
     last = lines[-1] if lines else {}
-    recent = [line for line in lines[-_RECENT:] if line["step"] != lines[0]["step"]]
+    recent = [line for line in lines[-_RECENT_STEPS:] if line["step"] != lines[0]["step"]]
     seconds = sum(number(line, "step_seconds") for line in recent)
     rate = sum(number(line, "tokens_per_second") * number(line, "step_seconds") for line in recent)
     steps = config.get("train.steps")
-    left = steps - last.get("step", 0) if type(steps) is int else 0
+    steps_left = steps - last.get("step", 0) if type(steps) is int else 0
     return {
         "step": last.get("step", attempts[-1].resumed_after),
         "steps": steps,
@@ -142,7 +142,7 @@ def _summary(attempts: Sequence[Attempt], config: Record, typical: float) -> Rec
         "step_seconds": typical if math.isfinite(typical) else None,
         "mfu": _mean(line.get("mfu") for line in recent),
         "hfu": _mean(line.get("hfu") for line in recent),
-        "seconds_left": left * typical if left > 0 and math.isfinite(typical) else None,
+        "seconds_left": steps_left * typical if steps_left > 0 and math.isfinite(typical) else None,
         "bad_steps": len(events_of(attempts, "bad_step")),
         "steps_without_targets": sum(map(has_no_targets, lines)),
         "restarts": len(attempts) - 1,
@@ -150,8 +150,8 @@ def _summary(attempts: Sequence[Attempt], config: Record, typical: float) -> Rec
 
 
 def _mean(values: Iterable[Any]) -> float | None:
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else None
+    present = [value for value in values if value is not None]
+    return sum(present) / len(present) if present else None
 
 
 def _state(last: Attempt, over: bool) -> str:
@@ -160,29 +160,30 @@ def _state(last: Attempt, over: bool) -> str:
         return "finished" if ended["finished"] else "stopped with a checkpoint"
     if last.end is not None:
         return {"failed": "failed", "hang": "hung", "peer_lost": "lost a process"}.get(last.end, last.end)
-    return "broke off without a word" if over else "under way"
+    return "ended abruptly" if over else "under way"
 
 
-def _is_under_way(run_dir: Path, attempts: Sequence[Attempt]) -> bool:
-    """Whether the run seems to go on: nothing says that it ended, and it has written a short while ago."""
+def _is_active(run_dir: Path, attempts: Sequence[Attempt]) -> bool:
+    """Returns True if the run seems to be running: it recorded no end, and wrote recently."""
     if attempts[-1].end is not None:
         return False
-    written = [attempts[-1].ended]
+    write_times = [attempts[-1].ended]
     for name in ("lock.beat", "metrics.jsonl", "events/0.jsonl"):
         path = run_dir / name
-        written += [path.stat().st_mtime] if path.is_file() else []
-    now = time.time()  # a clock that was ahead has written times that are still to come
-    return any(abs(now - at) < _UNDER_WAY_SECONDS for at in written)
+        write_times += [path.stat().st_mtime] if path.is_file() else []
+    now = time.time()
+    # The absolute difference, because a clock that was ahead has written times in the future.
+    return any(abs(now - written) < _ACTIVE_SECONDS for written in write_times)
 
 
-def _attempt(attempt: Attempt, parts: dict[str, float]) -> Record:
+def _attempt_record(attempt: Attempt, parts: dict[str, float]) -> Record:
     return {
         "attempt": attempt.number,
         "began": attempt.began,
         "ended": attempt.ended,
         "end": attempt.end,
-        "why": next((r.get("why") for r in reversed(attempt.events) if r["kind"] == attempt.end), None),
-        "finished": any(r["kind"] == "end" and r["finished"] for r in attempt.events),
+        "why": next((event.get("why") for event in reversed(attempt.events) if event["kind"] == attempt.end), None),
+        "finished": any(event["kind"] == "end" and event["finished"] for event in attempt.events),
         "devices": attempt.devices,
         "resumed_after": attempt.resumed_after,
         "first_step": attempt.steps[0]["step"] if attempt.steps else None,
@@ -195,15 +196,15 @@ def _attempt(attempt: Attempt, parts: dict[str, float]) -> Record:
 
 
 def _stragglers(attempts: Sequence[Attempt]) -> list[Record]:
-    """Who held the others up, in which phase, and from which step to which; devices are told with their host."""
-    found = []
+    """Returns the processes and devices that slowed the others down, with their phase and their first and last step."""
+    stragglers = []
     for attempt in attempts:
-        open_ones = {}
+        ongoing = {}
         for record in attempt.events:
             kind = record["kind"]
             key = tuple(record.get(name) for name in ("at_fault", "phase", "device", "found_by"))
             if kind in ("straggler", "slow_device"):
-                one = {
+                straggler = {
                     "attempt": attempt.number,
                     "process": record.get("at_fault"),
                     "host": record.get("at_fault_host"),
@@ -215,119 +216,134 @@ def _stragglers(attempts: Sequence[Attempt]) -> list[Record]:
                     "slower_seconds": record.get("slower_seconds"),
                     "step_seconds": record.get("step_seconds"),
                 }
-                open_ones[key] = one
-                found.append(one)
-            elif kind in ("straggler_over", "slow_device_over") and key in open_ones:
-                open_ones.pop(key)["to_step"] = record.get("step")
-    return found
+                ongoing[key] = straggler
+                stragglers.append(straggler)
+            elif kind in ("straggler_over", "slow_device_over") and key in ongoing:
+                ongoing.pop(key)["to_step"] = record.get("step")
+    return stragglers
 
 
 def _samples(attempts: Sequence[Attempt]) -> list[Record]:
-    """What the model wrote after evaluations, the newest first."""
-    told: dict[int, list[dict[str, str]]] = {}
+    """Returns the texts that the model generated after evaluations, the newest first."""
+    by_step: dict[int, list[dict[str, str]]] = {}
     for record in events_of(attempts, "samples"):
         samples = record.get("samples")
         if "step" in record and isinstance(samples, list):
-            told[record["step"]] = [
-                {"prompt": one["prompt"], "text": one["text"]}
-                for one in samples
-                if isinstance(one, dict) and isinstance(one.get("prompt"), str) and isinstance(one.get("text"), str)
+            by_step[record["step"]] = [
+                {"prompt": sample["prompt"], "text": sample["text"]} for sample in samples if _is_sample(sample)
             ]
-    newest = sorted(told, reverse=True)
-    return [{"step": step, "samples": told[step]} for step in newest[:1] + _thinned(newest[1:], _MOST_SAMPLES)]
+    steps = sorted(by_step, reverse=True)
+    return [{"step": step, "samples": by_step[step]} for step in steps[:1] + _thin(steps[1:], _MAX_SAMPLES)]
+
+
+def _is_sample(sample: Any) -> bool:
+    return isinstance(sample, dict) and all(isinstance(sample.get(name), str) for name in ("prompt", "text"))
 
 
 def _marks(attempts: Sequence[Attempt]) -> list[Record]:
-    """What is marked in charts, at its step."""
+    """Returns the marks of the charts, in order of their steps."""
     marks = [
-        {"step": attempt.resumed_after, "kind": "restart", "text": f"attempt {attempt.number} goes on"}
+        {"step": attempt.resumed_after, "kind": "restart", "text": f"attempt {attempt.number} resumes"}
         for attempt in attempts[1:]
     ]
-    for kind in _MARKED:
+    for kind in _MARKED_KINDS:
         marks += [
-            {"step": record["step"], "kind": kind, "text": _in_words(record)}
-            for record in _thinned(events_of(attempts, kind))
+            {"step": record["step"], "kind": kind, "text": _event_text(record)}
+            for record in _thin(events_of(attempts, kind))
             if "step" in record
         ]
     return sorted(marks, key=lambda mark: mark["step"])
 
 
 def _timeline(attempts: Sequence[Attempt]) -> list[Record]:
-    kinds: dict[str, list[Record]] = {}
+    """Returns the events on the timeline, in order of their times."""
+    by_kind: dict[str, list[Record]] = {}
     for attempt in attempts:
         start = {"kind": "start", "time": attempt.began, "step": attempt.resumed_after}
         for record in [start, *attempt.events]:
-            if record["kind"] in _ON_TIMELINE:
-                one = {"time": record["time"], "attempt": attempt.number, "text": _in_words(record)}
-                kinds.setdefault(record["kind"], []).append(one | {"kind": record["kind"]})
-    return sorted(
-        (one for told in kinds.values() for one in _thinned(told)), key=lambda one: (one["time"], one["attempt"])
-    )
+            if record["kind"] in _TIMELINE_KINDS:
+                entry = {"time": record["time"], "attempt": attempt.number, "text": _event_text(record)}
+                by_kind.setdefault(record["kind"], []).append(entry | {"kind": record["kind"]})
+    # Each kind is thinned by itself, so that a frequent one does not displace the others.
+    thinned = [entry for entries in by_kind.values() for entry in _thin(entries)]
+    return sorted(thinned, key=lambda entry: (entry["time"], entry["attempt"]))
 
 
-def _thinned(records: list[Any], most: int = _MOST_MARKS) -> list[Any]:
-    if len(records) <= most:
+def _thin(records: list[Any], limit: int = _MAX_MARKS) -> list[Any]:
+    """Returns at most `limit` records, evenly spaced."""
+    if len(records) <= limit:
         return records
-    return [records[place * len(records) // most] for place in range(most)]
+    return [records[index * len(records) // limit] for index in range(limit)]
 
 
-_SAID = ("why", "bad", "key", "before", "now", "phase", "loss", "typical", "at_fault", "at_fault_host", "asked_by",
-         "file", "device")  # fmt: skip
+_TEXT_FIELDS = ("why", "bad", "key", "before", "now", "phase", "loss", "typical", "at_fault", "at_fault_host",
+                "asked_by", "file", "device")  # fmt: skip
+"""Fields of an event that its text shows."""
 
 
-def _in_words(record: Record) -> str:
-    """Of an event: what it is, its step, and what it says."""
+def _event_text(record: Record) -> str:
+    """Returns the kind, the step and the main fields of an event as text, cut to 300 characters."""
     step = f" at step {record['step']}" if "step" in record else ""
-    told = [f"{name.replace('_', ' ')} {record[name]}" for name in _SAID if record.get(name) is not None]
-    return printable(f"{record['kind'].replace('_', ' ')}{step}" + (": " + ", ".join(told) if told else ""))[:300]
+    fields = [f"{name.replace('_', ' ')} {record[name]}" for name in _TEXT_FIELDS if record.get(name) is not None]
+    details = ": " + ", ".join(fields) if fields else ""
+    return printable(f"{record['kind'].replace('_', ' ')}{step}{details}")[:300]
 
 
 def _processes(run_dir: Path, phase_lines: Sequence[Record]) -> Record:
-    """How long processes work for themselves in a step, of those that work longest: quantiles Q of processes P, over
-    sums S of some steps each."""
-    rows = [line for line in phase_lines if line["kind"] == "processes" and _are_quantiles(line.get("own"))]
-    if not rows:
+    """Returns quantiles of each process's own work in a step, for the processes that work longest.
+
+    Axes: S lines, each summed over some steps; P processes; Q quantiles.
+    """
+    lines = [line for line in phase_lines if line["kind"] == "processes" and _are_quantiles(line.get("own"))]
+    if not lines:
         return {"quantiles": QUANTILES, "of": [], "processes": 0}
-    processes = len(rows[-1]["own"])
-    rows = [line for line in rows if len(line["own"]) == processes]
-    weights = np.array([number(line, "steps") for line in rows]) + 1e-9
-    own_SPQ = np.array([line["own"] for line in rows])
+    processes = len(lines[-1]["own"])
+    lines = [line for line in lines if len(line["own"]) == processes]
+    # Average over the steps, except for the last quantile, which is the maximum.
+    weights = np.array([number(line, "steps") for line in lines]) + 1e-9
+    own_SPQ = np.array([line["own"] for line in lines])
     seconds_PQ = np.average(own_SPQ, axis=0, weights=weights)
     seconds_PQ[:, -1] = own_SPQ[:, :, -1].max(axis=0)
-    shown = np.argsort(-seconds_PQ[:, 1], kind="stable")[:_MOST_PROCESSES].tolist()
+    shown = np.argsort(-seconds_PQ[:, 1], kind="stable")[:_MAX_PROCESSES].tolist()
     hosts = _hosts(run_dir, set(shown))
-    told = [{"process": one, "host": hosts.get(one), "seconds": seconds_PQ[one].tolist()} for one in shown]
-    return {"quantiles": QUANTILES, "processes": processes, "of": told}
+    rows = [
+        {"process": process, "host": hosts.get(process), "seconds": seconds_PQ[process].tolist()} for process in shown
+    ]
+    return {"quantiles": QUANTILES, "processes": processes, "of": rows}
 
 
-def _are_quantiles(own: Any) -> bool:
-    sound = lambda value: isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1e9
-    return isinstance(own, list) and bool(own) and all(
-        isinstance(one, list) and len(one) == len(QUANTILES) and all(map(sound, one)) for one in own
+def _are_quantiles(own_work: Any) -> bool:
+    """Returns True for a non-empty list with the quantiles of each process."""
+    is_valid = lambda value: isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1e9
+    return isinstance(own_work, list) and bool(own_work) and all(
+        isinstance(row, list) and len(row) == len(QUANTILES) and all(map(is_valid, row)) for row in own_work
     )  # fmt: skip
 
 
 def _hosts(run_dir: Path, processes: set[int]) -> dict[int, str]:
-    """The host on which each of these processes began last."""
-    found: dict[int, str] = {}
+    """Returns the host on which each of these processes started last."""
+    host_of: dict[int, str] = {}
     for path in event_files(run_dir):
         if int(path.stem) in processes:
             hosts = [record["host"] for record in read_lines(path) if record["kind"] == "start" and "host" in record]
-            found |= {int(path.stem): hosts[-1]} if hosts else {}
-    return found
+            host_of |= {int(path.stem): hosts[-1]} if hosts else {}
+    return host_of
 
 
 def _config(run_dir: Path) -> tuple[Record, str | None]:
-    """The resolved config by dotted keys, as it stands there, whatever version wrote it; and what is wrong with it."""
+    """Returns the resolved config by dotted key, unvalidated because any version may have written it, and a note.
+
+    The note says why there is no config; it is None if there is one.
+    """
     path = run_dir / "config.yaml"
     try:
         tree = yaml.safe_load(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        return {}, f"{path} is not there: the report has no config"
+        return {}, f"{path} does not exist: the report has no config"
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         return {}, f"{path} cannot be read ({' '.join(str(error).split())[:120]}): the report has no config"
     if not isinstance(tree, dict):
-        return {}, f"{path} holds no settings: the report has no config"
+        return {}, f"{path} contains no settings: the report has no config"
     try:
         return {key: _plain(value) for key, value in flatten_tree(tree).items()}, None
     except RecursionError:
@@ -343,7 +359,7 @@ def _plain(value: Any) -> Any:
 
 
 def _differences(configs: Sequence[Record]) -> list[Record]:
-    """Keys whose values differ between runs, with the value in each."""
+    """Returns the keys whose values differ between runs, with the value in each run."""
     keys = {key: None for config in configs for key in config}
     return [
         {"key": key, "values": [config.get(key) for config in configs]}
@@ -352,12 +368,12 @@ def _differences(configs: Sequence[Record]) -> list[Record]:
     ]
 
 
-def _about_differences(differences: Sequence[Record]) -> list[str]:
-    """What to know when runs are compared whose configs have these differences."""
+def _difference_notes(differences: Sequence[Record]) -> list[str]:
+    """Returns warnings for the comparison of runs whose configs have these differences."""
     notes = []
-    different = {one["key"].partition(".")[0] for one in differences}
-    if "model" in different:
+    sections = {difference["key"].partition(".")[0] for difference in differences}
+    if "model" in sections:
         notes.append("these runs train different models: compare their losses with care")
-    if "data" in different:
-        notes.append("these runs read different data, or in another order: losses of a step are of other rows")
+    if "data" in sections:
+        notes.append("these runs read different data, or in another order: the loss of a step is over different rows")
     return notes

@@ -1,4 +1,4 @@
-"""What the time of a run went into, over all its attempts, and what it cost.
+"""Goodput: how the wall time of a run divides into parts, over all its attempts, and what the run cost.
 
 Every second belongs to one part, so the parts add up to the wall time. `steps` is the productive time: ETTR, the
 effective training time ratio, is its share (Wan et al. 2025, arXiv:2509.16293).
@@ -22,37 +22,37 @@ PARTS = {
     "evaluation": "evaluating",
     "bad_steps": "steps without a finite loss or gradient",
     "no_targets": "steps whose batch has no targets, which change nothing",
-    "again": "steps that were taken again",
+    "again": "steps that a later attempt repeated",
     "hang": "hanging until the watchdog ended it",
     "failure": "between the last step and the end of an attempt that broke off",
-    "between": "between attempts: waiting for the scheduler, or for somebody",
+    "between": "between attempts: waiting for the scheduler or a manual restart",
     "other": "everything else",
 }
-"""What the wall time of a run is divided into."""
+"""The parts of the wall time of a run, each with its description."""
 
-_START = ("process", "environment", "import", "rendezvous", "preflight", "data")
+_START_LAPS = ("process", "environment", "import", "rendezvous", "preflight", "data")
 _HOUR = 3600.0
 
 
 @dataclass(frozen=True)
 class Goodput:
     seconds: dict[str, float]
-    """Of each of `PARTS`."""
+    """Seconds of each of `PARTS`."""
     wall_seconds: float
     ettr: float
     ettr_last_hour: float
     tokens: int
     gpu_hours: float
-    """Of the attempts, without what is between them."""
+    """Device-hours of the attempts, without the time between them."""
     cost: float | None
-    """None if no attempt knows what an hour of a GPU costs."""
+    """None if no attempt has a price."""
     cost_per_billion_tokens: float | None
     productive_cost: float | None
     attempts: int
 
 
 def goodput(attempts: Sequence[Attempt]) -> Goodput:
-    """Of a run with these attempts, in order."""
+    """Returns the goodput of a run with these attempts, in order."""
     parts = dict.fromkeys(PARTS, 0.0)
     typical = typical_step(attempts)
     for before, attempt in zip([None, *attempts], attempts, strict=False):
@@ -79,16 +79,21 @@ def goodput(attempts: Sequence[Attempt]) -> Goodput:
 
 
 def cost_of(attempts: Sequence[Attempt], price: float | None = None) -> float | None:
-    """What attempts cost in all. One that does not know its price has that of the one before it; the first has `price`,
-    or else the first that is known. None if none is."""
-    known = [attempt.cost_per_gpu_hour for attempt in attempts if attempt.cost_per_gpu_hour is not None]
-    last = price if price is not None else known[0] if known else None
-    if last is None:
+    """Returns the total cost of attempts; None if no price is known.
+
+    An attempt without a price has the price of the attempt before it. The first has `price`, or else the first price
+    that any attempt recorded.
+    """
+    if price is None:
+        recorded = (attempt.cost_per_gpu_hour for attempt in attempts if attempt.cost_per_gpu_hour is not None)
+        price = next(recorded, None)
+    if price is None:
         return None
     cost = 0.0
     for attempt in attempts:
-        last = last if attempt.cost_per_gpu_hour is None else attempt.cost_per_gpu_hour
-        cost += last * _device_hours(attempt)
+        if attempt.cost_per_gpu_hour is not None:
+            price = attempt.cost_per_gpu_hour
+        cost += price * _device_hours(attempt)
     return cost
 
 
@@ -97,12 +102,16 @@ def _device_hours(attempt: Attempt) -> float:
 
 
 def attempt_parts(attempt: Attempt, typical: float) -> dict[str, float]:
-    """Seconds of each part of one attempt, of which a step takes `typical` seconds; they add up to its own."""
+    """Returns the seconds of each part of one attempt; they add up to its duration.
+
+    `typical` is the duration of a typical step in seconds.
+    """
     parts = dict.fromkeys(PARTS, 0.0)
-    parts["start"] = sum(attempt.laps.get(lap, 0.0) for lap in _START)
-    parts["compile"], parts["restore"] = attempt.laps.get("compile", 0.0), attempt.laps.get("restore", 0.0)
+    parts["start"] = sum(attempt.laps.get(lap, 0.0) for lap in _START_LAPS)
+    parts["compile"] = attempt.laps.get("compile", 0.0)
+    parts["restore"] = attempt.laps.get("restore", 0.0)
     bad = _bad_steps(attempt)
-    for line, productive, data in _divided(attempt, typical):
+    for line, productive, data in _split_steps(attempt, typical):
         whole = number(line, "step_seconds")
         if line["step"] in bad:
             parts["bad_steps"] += whole
@@ -116,39 +125,43 @@ def attempt_parts(attempt: Attempt, typical: float) -> dict[str, float]:
     commits = [record for record in attempt.events if record["kind"] == "checkpoint_commit"]
     parts["checkpoint"] = sum(number(record, "blocked_seconds") for record in commits)
     parts["again"] = attempt.lost_seconds
-    told = sum(parts.values())
-    if told > attempt.seconds:  # clocks were set meanwhile
-        return {part: seconds * attempt.seconds / told for part, seconds in parts.items()}
-    left = attempt.seconds - told
-    tail = min(left, max(0.0, attempt.ended - _last_work(attempt)))
-    parts[_AFTER.get(attempt.end or "", "failure")] += tail
-    parts["other"] += left - tail
+    recorded = sum(parts.values())
+    if recorded > attempt.seconds:  # a clock was set during the attempt: scale the parts down
+        return {part: seconds * attempt.seconds / recorded for part, seconds in parts.items()}
+    remaining = attempt.seconds - recorded
+    tail = min(remaining, max(0.0, attempt.ended - _last_work(attempt)))
+    parts[_TAIL_PART.get(attempt.end or "", "failure")] += tail
+    parts["other"] += remaining - tail
     return parts
 
 
-_AFTER = {"end": "checkpoint", "hang": "hang"}
-"""What the time between an attempt's last step and its end is, by how it ended: a run that ends waits for its last
-checkpoint."""
+_TAIL_PART = {"end": "checkpoint", "hang": "hang"}
+"""The part that the time after an attempt's last step counts as, by the kind of its end; `failure` for other kinds.
+
+A run that finishes waits for its last checkpoint."""
 
 
 def _last_work(attempt: Attempt) -> float:
-    """When the last step, evaluation or phase of the start was over."""
+    """Returns the time when the last step, evaluation or phase of the start finished."""
     lines = [*attempt.steps[-1:], *attempt.evals[-1:]]
     return max([attempt.began + sum(attempt.laps.values()), attempt.lost_until, *(line["time"] for line in lines)])
 
 
 def typical_step(attempts: Sequence[Attempt]) -> float:
-    """The median step, without the first of each attempt."""
+    """Returns the median seconds of a step, without the first step of each attempt; infinity if there is none."""
     seconds = [number(line, "step_seconds") for attempt in attempts for line in attempt.steps[1:]]
     return statistics.median(seconds) if seconds else float("inf")
 
 
-def _divided(attempt: Attempt, typical: float) -> Iterator[tuple[Record, float, float]]:
-    """Each step with its productive seconds, and those by which waiting for input made it longer than others: the host
-    reads while the devices are busy, so not all of its waiting holds them up. The first step also loads programs."""
-    for place, line in enumerate(attempt.steps):
+def _split_steps(attempt: Attempt, typical: float) -> Iterator[tuple[Record, float, float]]:
+    """Yields each step with its productive seconds and the seconds that it was held up by its input.
+
+    The host reads while the devices are busy, so waiting for input counts only as far as the step took longer than a
+    typical one. The first step also loads programs: it counts as at most a typical one.
+    """
+    for index, line in enumerate(attempt.steps):
         whole = number(line, "step_seconds")
-        if place == 0:
+        if index == 0:
             yield line, min(whole, typical), 0.0
         else:
             data = min(number(line, "data_wait_seconds"), max(0.0, whole - typical))
@@ -156,15 +169,15 @@ def _divided(attempt: Attempt, typical: float) -> Iterator[tuple[Record, float, 
 
 
 def _productive(attempts: Sequence[Attempt], typical: float) -> Iterator[tuple[float, float]]:
-    """When each step was done, and its productive seconds: a bad step has none, nor has one without targets."""
+    """Yields the time when each step finished and its productive seconds: 0 for a bad step or one without targets."""
     for attempt in attempts:
         bad = _bad_steps(attempt)
-        for line, seconds, _ in _divided(attempt, typical):
+        for line, seconds, _ in _split_steps(attempt, typical):
             yield line["time"], 0.0 if line["step"] in bad or has_no_targets(line) else seconds
 
 
 def _ettr_since(attempts: Sequence[Attempt], since: float, typical: float) -> float:
-    """The productive share of the time from then on."""
+    """Returns the productive share of the time from `since` to the end of the run."""
     since = max(since, attempts[0].began)
     recent = [(time, seconds) for time, seconds in _productive(attempts, typical) if time > since]
     productive = sum(min(seconds, time - since) for time, seconds in recent)
@@ -173,12 +186,12 @@ def _ettr_since(attempts: Sequence[Attempt], since: float, typical: float) -> fl
 
 
 def sliding_ettr(attempts: Sequence[Attempt]) -> list[float]:
-    """After each step that counts, in order: the share of productive time in the hour before, or so far."""
-    told = list(_productive(attempts, typical_step(attempts)))
-    if not told:
+    """Returns, after each step that counts, the productive share of the last hour, or of the run if that is shorter."""
+    steps = list(_productive(attempts, typical_step(attempts)))
+    if not steps:
         return []
-    times, productive = np.array(told).T
-    ordered = np.maximum.accumulate(times)  # clocks may be set
+    times, productive = np.array(steps).T
+    ordered = np.maximum.accumulate(times)  # a clock may have been set back
     total = np.concatenate([[0.0], np.cumsum(productive)])
     before = total[np.searchsorted(ordered, ordered - _HOUR, side="right")]
     span = np.minimum(_HOUR, ordered - attempts[0].began)

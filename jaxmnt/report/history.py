@@ -1,7 +1,7 @@
-"""The attempts of a run, from its events and metrics: when each began and ended, and what is known of it.
+"""The attempts of a run, read from its events and metrics: when each began and ended, and what it recorded.
 
-Attempts follow each other by their numbers. Each has the seconds of its own process, which writes times of a clock that
-nobody sets; between two attempts there are only the clocks of two hosts, either of which may be wrong.
+Attempts are ordered by number. Within an attempt, times come from a clock of its process that is never set, so
+durations are reliable; between two attempts there are only the wall clocks of two hosts, either of which may be wrong.
 """
 
 from collections.abc import Sequence
@@ -15,44 +15,44 @@ from jaxmnt.telemetry.events import LAST, METRICS, event_file, read_lines
 
 Record = dict[str, Any]
 
-_MOST_DEVICES = 1 << 24
-_MOST_AHEAD = 1e9
-_LONGEST_PAUSE_SECONDS = 30 * 86400.0
-"""Between two attempts. More is a clock that is wrong, or a run that nobody waited for."""
-_MOST = 1e18
-"""Of seconds, or of anything that is counted."""
+_MAX_DEVICES = 1 << 24
+_MAX_CLOCK_OFFSET_SECONDS = 1e9
+_MAX_PAUSE_SECONDS = 30 * 86400.0
+"""Longest believable pause between two attempts; a longer one means a wrong clock or an abandoned run."""
+_MAX_NUMBER = 1e18
+"""Upper bound for seconds and counts; larger values are ignored."""
 
 
 @dataclass
 class Attempt:
-    """One start of a run, as process 0 tells it. Times are unix seconds."""
+    """One start of a run, as process 0 recorded it. Times are unix seconds."""
 
     number: int
     began: float
-    """When its process was made."""
+    """When its process was created."""
     ended: float
-    """The last that is known of it."""
+    """The time of its last record."""
     devices: int
     cost_per_gpu_hour: float | None
     resumed_after: int
-    """The step that it went on from."""
+    """The step that it resumed from."""
     end: str | None
-    """The kind of its last event: end, failed, hang, …; None if it broke off without a word."""
+    """The kind of its final event: end, failed, hang, …; None if it recorded no end."""
     laps: dict[str, float]
-    """Seconds of the phases of its start; empty if it did not get to a step."""
+    """Seconds of each phase of its start; empty if it did not reach a step."""
     start: Record = field(default_factory=dict)
-    """The event of its start."""
+    """Its start event."""
     events: list[Record] = field(default_factory=list)
     steps: list[Record] = field(default_factory=list)
-    """Lines of the steps that still count."""
+    """Lines of its steps, without those that a later attempt repeated."""
     evals: list[Record] = field(default_factory=list)
     lost_steps: int = 0
-    """Steps that a later attempt took again."""
+    """Number of its steps that a later attempt repeated."""
     lost_seconds: float = 0.0
     lost_until: float = 0.0
-    """When the last of them was done."""
-    moved_seconds: float = 0.0
-    """By which its times here are later than its clock said, so that attempts follow each other."""
+    """When the last repeated step finished."""
+    shifted_seconds: float = 0.0
+    """Seconds added to the times that its clock recorded, so that attempts do not overlap."""
 
     @property
     def seconds(self) -> float:
@@ -60,14 +60,14 @@ class Attempt:
 
 
 def read_attempts(run_dir: Path) -> list[Attempt]:
-    """The attempts of a run, in order; see `read_run_records`."""
+    """Returns the attempts of a run, in order; see `read_run_records`."""
     return read_run_records(run_dir)[0]
 
 
 def read_run_records(run_dir: Path) -> tuple[list[Attempt], list[str]]:
-    """The attempts that got as far as to have lines of the run, in order, and notes on what is missing.
+    """Returns the attempts that left records of the run, in order, and notes on missing records.
 
-    Raises `ConfigError` if there are none.
+    Raises `ConfigError` if there are no attempts.
     """
     if not run_dir.is_dir():
         run = str(run_dir).rpartition("@")[0]
@@ -80,65 +80,77 @@ def read_run_records(run_dir: Path) -> tuple[list[Attempt], list[str]]:
     lines = [line for line in read_lines(run_dir / METRICS) if line["kind"] in ("train", "eval")]
     if not lines:
         raise ConfigError(
-            f"{run_dir}: no run has begun there: {events} has no event of a start, and {METRICS} no line; give a run "
-            "directory"
+            f"{run_dir}: it is not the directory of a run: {events} has no start event and {METRICS} no lines; give a "
+            "run directory"
         )
-    note = f"{events} has no event of a start: only what {METRICS} has can be shown, and when attempts began is a guess"
-    return _by_lines_alone(lines), [note]
+    note = (
+        f"{events} has no start event: only the lines of {METRICS} are shown, and the starts of attempts are estimates"
+    )
+    return _attempts_from_metrics(lines), [note]
 
 
-def _by_lines_alone(lines: list[Record]) -> list[Attempt]:
-    """Attempts as far as the lines of steps tell of them: each begins with its first step."""
-    found: dict[int, Attempt] = {}
+def _attempts_from_metrics(lines: list[Record]) -> list[Attempt]:
+    """Reconstructs attempts from the lines of steps alone: each begins with its first step."""
+    attempts: dict[int, Attempt] = {}
     for line in lines:
-        known = line.get("attempt", 0)
-        if known not in found:
-            began = line["time"] - number(line, "step_seconds")
-            found[known] = Attempt(known, began, line["time"], 1, None, max(0, line["step"] - 1), None, {})
-    ordered = sorted(found.values(), key=lambda attempt: attempt.number)
-    _share_out(lines, ordered)
-    _put_after_each_other(ordered)
+        attempt_number = line.get("attempt", 0)
+        if attempt_number not in attempts:
+            attempts[attempt_number] = Attempt(
+                number=attempt_number,
+                began=line["time"] - number(line, "step_seconds"),
+                ended=line["time"],
+                devices=1,
+                cost_per_gpu_hour=None,
+                resumed_after=max(0, line["step"] - 1),
+                end=None,
+                laps={},
+            )
+    ordered = sorted(attempts.values(), key=lambda attempt: attempt.number)
+    _assign_lines(lines, ordered)
+    _remove_overlaps(ordered)
     return ordered
 
 
 def attempts_so_far(run_dir: Path) -> list[Attempt]:
-    """As `read_attempts`; of a run that is about to begin there may be none."""
+    """Returns the attempts recorded so far, in order; an empty list if the run has not begun."""
     attempts: dict[int, Attempt] = {}
     for record in read_lines(event_file(run_dir, 0)):
-        of_attempt = record.get("attempt")
+        attempt_number = record.get("attempt")
         if record["kind"] == "start":
-            attempts[record["attempt"]] = _begun(record)
-        elif of_attempt in attempts:
-            attempts[of_attempt].events.append(record)
+            attempts[record["attempt"]] = _new_attempt(record)
+        elif attempt_number in attempts:
+            attempts[attempt_number].events.append(record)
     ordered = sorted(attempts.values(), key=lambda attempt: attempt.number)
     for attempt in ordered:
-        _complete(attempt)
+        _apply_events(attempt)
     for record in events_of(ordered, "steps_again"):
         if (earlier := attempts.get(record.get("of_attempt", -1))) is not None:
-            _note_lost(earlier, record)
+            _add_lost_steps(earlier, record)
     if ordered:
-        _share_out(read_lines(run_dir / METRICS), ordered)
-    _put_after_each_other(ordered)
+        _assign_lines(read_lines(run_dir / METRICS), ordered)
+    _remove_overlaps(ordered)
     return ordered
 
 
-def _put_after_each_other(ordered: list[Attempt]) -> None:
-    """Moves attempts in time so that each has ended when the next begins, and not too long before. The clock of the
-    last one counts."""
+def _remove_overlaps(ordered: list[Attempt]) -> None:
+    """Shifts attempts in time so that each ends before the next begins, but not implausibly long before.
+
+    The clock of the last attempt is taken as correct.
+    """
     for attempt, following in reversed(list(pairwise(ordered))):
         too_late = attempt.ended - following.began
-        too_early = following.began - _LONGEST_PAUSE_SECONDS - attempt.ended
+        too_early = following.began - _MAX_PAUSE_SECONDS - attempt.ended
         seconds = -too_late if too_late > 0 else max(0.0, too_early)
         if seconds:
-            _move(attempt, seconds)
-    # A last clock that showed a time soon after 1970 would move the others to before it.
-    before = -min(0.0, ordered[0].began) if ordered else 0.0
-    for attempt in ordered if before else []:
-        _move(attempt, before)
+            _shift(attempt, seconds)
+    # If the last clock was near 1970, the shift can make earlier times negative: move all attempts up again.
+    negative = -min(0.0, ordered[0].began) if ordered else 0.0
+    for attempt in ordered if negative else []:
+        _shift(attempt, negative)
 
 
-def _move(attempt: Attempt, seconds: float) -> None:
-    attempt.moved_seconds += seconds
+def _shift(attempt: Attempt, seconds: float) -> None:
+    attempt.shifted_seconds += seconds
     attempt.began += seconds
     attempt.ended += seconds
     attempt.lost_until += seconds if attempt.lost_until else 0.0
@@ -147,20 +159,28 @@ def _move(attempt: Attempt, seconds: float) -> None:
             record["time"] += seconds
 
 
-def attempt_at(time: float, attempts: Sequence[Attempt], slack: float) -> int | None:
-    """The place of the attempt during which a clock like that of its process 0 showed `time`, or within `slack` seconds
-    after it; None if there is none. Of several the last counts."""
-    during = lambda attempt: attempt.began <= time + attempt.moved_seconds <= attempt.ended + slack
-    return next((place for place in reversed(range(len(attempts))) if during(attempts[place])), None)
+def attempt_index_at(time: float, attempts: Sequence[Attempt], slack: float) -> int | None:
+    """Returns the index of the last attempt that was running at `time`, or ended at most `slack` seconds before it.
+
+    `time` is by the clock of process 0 of that attempt. Returns None if there is no such attempt.
+    """
+    during = lambda attempt: attempt.began <= time + attempt.shifted_seconds <= attempt.ended + slack
+    return next((index for index in reversed(range(len(attempts))) if during(attempts[index])), None)
 
 
 def seconds_ahead(bounds: Any) -> float:
-    """How far a process's clock is ahead of process 0's, by the bounds that its start tells: their middle."""
-    known = isinstance(bounds, list) and len(bounds) == 2 and all(isinstance(one, int | float) for one in bounds)
-    return float(sum(bounds) / 2) if known and all(abs(one) < _MOST_AHEAD for one in bounds) else 0.0
+    """Returns how far a process's clock is ahead of process 0's: the midpoint of the bounds in its start event.
+
+    Returns 0 for bounds that are missing, malformed or implausible.
+    """
+    is_pair = isinstance(bounds, list) and len(bounds) == 2 and all(isinstance(bound, int | float) for bound in bounds)
+    if is_pair and all(abs(bound) < _MAX_CLOCK_OFFSET_SECONDS for bound in bounds):
+        return float(sum(bounds) / 2)
+    return 0.0
 
 
-def _begun(start: Record) -> Attempt:
+def _new_attempt(start: Record) -> Attempt:
+    """Returns the attempt that a start event opens."""
     devices = int(number(start, "devices"))
     began = start["time"] if start.get("began") is None else number(start, "began")
     price = start.get("cost_per_gpu_hour")
@@ -168,7 +188,7 @@ def _begun(start: Record) -> Attempt:
         number=start["attempt"],
         began=min(began, start["time"]),
         ended=start["time"],
-        devices=devices if 0 < devices < _MOST_DEVICES else 1,
+        devices=devices if 0 < devices < _MAX_DEVICES else 1,
         cost_per_gpu_hour=price if type(price) in (int, float) else None,
         resumed_after=start.get("step", 0),
         end=None,
@@ -177,8 +197,8 @@ def _begun(start: Record) -> Attempt:
     )
 
 
-def _complete(attempt: Attempt) -> None:
-    """What its events say of an attempt."""
+def _apply_events(attempt: Attempt) -> None:
+    """Sets the end, the end time and the start phases of an attempt from its events."""
     for record in attempt.events:
         attempt.ended = max(attempt.ended, record["time"])
         if record["kind"] in LAST:
@@ -188,23 +208,24 @@ def _complete(attempt: Attempt) -> None:
             attempt.laps = {name: number(laps, name) for name in laps}
 
 
-def _note_lost(attempt: Attempt, again: Record) -> None:
-    """Notes that a later attempt took steps of this one again."""
+def _add_lost_steps(attempt: Attempt, again: Record) -> None:
+    """Adds the steps of this attempt that a later one repeated, by the `steps_again` event of the later one."""
     attempt.lost_steps += int(number(again, "steps"))
     attempt.lost_seconds += number(again, "seconds")
     attempt.lost_until = max(attempt.lost_until, number(again, "until"))
     attempt.ended = max(attempt.ended, attempt.lost_until)
 
 
-def _share_out(lines: list[Record], attempts: list[Attempt]) -> None:
-    """Each line belongs to the attempt that it names; an older line to the last that had begun by then."""
+def _assign_lines(lines: list[Record], attempts: list[Attempt]) -> None:
+    """Appends each line to the attempt that it names; if it names none, to the last attempt begun before it."""
     by_number = {attempt.number: attempt for attempt in attempts}
     for line in lines:
         if line["kind"] not in ("train", "eval"):
             continue
         attempt = by_number.get(line.get("attempt", -1))
         if attempt is None:
-            attempt = next((one for one in reversed(attempts) if one.began <= line["time"]), attempts[0])
+            begun_before = (candidate for candidate in reversed(attempts) if candidate.began <= line["time"])
+            attempt = next(begun_before, attempts[0])
         (attempt.steps if line["kind"] == "train" else attempt.evals).append(line)
         attempt.ended = max(attempt.ended, line["time"])
 
@@ -215,14 +236,16 @@ def events_of(attempts: Sequence[Attempt], kind: str) -> list[Record]:
 
 
 def has_no_targets(line: Record) -> bool:
-    """Returns whether the batch of a step had no target, by the step's line. A bad step has no loss either, but has
-    targets."""
+    """Returns True if the batch of a step had no targets, by the step's line.
+
+    A bad step has no loss either, but its batch has targets.
+    """
     return line["loss"] is None and line.get("tokens_per_second") == 0
 
 
 def number(record: Record, name: str) -> float:
-    """A field that holds seconds or a count; 0 if it holds nothing of the kind."""
+    """Returns a field that holds seconds or a count; 0 if it is missing or not a valid number."""
     value = record.get(name)
     if not isinstance(value, int | float) or isinstance(value, bool):
         return 0.0
-    return float(value) if 0 <= value < _MOST else 0.0
+    return float(value) if 0 <= value < _MAX_NUMBER else 0.0

@@ -1,7 +1,7 @@
-"""The report as one HTML file that opens offline: styles, scripts and data are in it, and its policy forbids all else.
+"""The report as one HTML file that opens offline: it contains styles, scripts and data; its policy forbids all else.
 
-The page is the same file however often it is made from the same report. What it runs is known by its digest
-(Content Security Policy, https://www.w3.org/TR/CSP3/), so that text from a run directory never runs.
+The same report always gives the same file. The policy allows scripts by their digest (Content Security Policy,
+https://www.w3.org/TR/CSP3/), so text from a run directory never runs.
 """
 
 import base64
@@ -16,7 +16,7 @@ _WEB = files("jaxmnt.report") / "web"
 
 
 def page(report: dict[str, Any], *, live: bool = False) -> str:
-    """The HTML of a report. A `live` one is served, and asks its server for new data."""
+    """Returns the HTML of a report. A `live` page is served, and polls its server for new data."""
     styles = _asset("uPlot.min.css") + _asset("report.css")
     charts, script = _asset("uPlot.min.js"), _asset("report.js")
     policy = [
@@ -28,20 +28,20 @@ def page(report: dict[str, Any], *, live: bool = False) -> str:
         "base-uri 'none'",
         "form-action 'none'",
     ]
-    places = {
+    values = {
         "policy": "; ".join(policy),
         "title": html.escape("Report: " + ", ".join(run["run"] for run in report["runs"])),
         "style": styles,
-        "data": _inside_a_script(as_json(report)),
+        "data": _escape_for_script(as_json(report)),
         "uplot": charts,
         "script": script,
     }
     first, *parts = _asset("report.html").split("{{")
-    return first + "".join(places[name] + rest for name, rest in (part.split("}}", 1) for part in parts))
+    return first + "".join(values[name] + rest for name, rest in (part.split("}}", 1) for part in parts))
 
 
 def as_json(report: dict[str, Any], indent: int | None = None) -> str:
-    """As every JSON reader takes it: what is no number is null."""
+    """Returns a report as JSON that every reader accepts: numbers that are not finite become null."""
     separators = (",", ":") if indent is None else None
     return json_text(report, indent=indent, separators=separators)
 
@@ -54,6 +54,6 @@ def _digest(text: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
-def _inside_a_script(text: str) -> str:
-    """JSON that cannot end the element that it stands in."""
+def _escape_for_script(text: str) -> str:
+    """Returns JSON escaped so that it cannot end its script element."""
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026").replace("\u2028", "\\u2028")

@@ -6,15 +6,17 @@ from typing import Any
 from jaxmnt.errors import ConfigError, how_to_install, printable
 
 _COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f", "#5d3a9b", "#9a8b00")
-"""Okabe and Ito's, which people tell apart who see colours otherwise; also by the kind of line."""
+"""The colours of Okabe and Ito, which colour-blind readers can tell apart, and two more."""
 _STYLES = ("-", "--", ":", "-.")
 
-_Of = tuple[str, dict[str, Any], list[Any]]
-"""A run that has a chart: its label, the chart, its marks."""
+_RunChart = tuple[str, dict[str, Any], list[Any]]
+"""A chart of one run: the run's label, the chart, the run's marks."""
 
 
 def write_pngs(report: dict[str, Any], folder: Path) -> list[Path]:
-    """A file for each chart, of all runs together; a stack of each run by itself.
+    """Writes one file for each chart, with all runs overlaid, but one for each run if the chart is a stack.
+
+    Returns the paths of the files.
 
     Raises `ConfigError` without Matplotlib, and if the folder cannot be written.
     """
@@ -26,7 +28,7 @@ def write_pngs(report: dict[str, Any], folder: Path) -> list[Path]:
     written = []
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for name, title, charts in _together(report["runs"]):
+        for name, title, charts in _overlaid(report["runs"]):
             figure = Figure(figsize=(8, 4), dpi=150, layout="constrained")
             FigureCanvasAgg(figure)
             _draw(figure.add_subplot(), title, charts, [run["label"] for run in report["runs"]])
@@ -40,54 +42,38 @@ def write_pngs(report: dict[str, Any], folder: Path) -> list[Path]:
     return written
 
 
-def _together(runs: list[dict[str, Any]]) -> list[tuple[str, str, list[_Of]]]:
-    """File name, title, and the runs that have the chart."""
-    found: dict[str, tuple[str, list[_Of]]] = {}
-    for place, run in enumerate(runs):
+def _overlaid(runs: list[dict[str, Any]]) -> list[tuple[str, str, list[_RunChart]]]:
+    """Returns the file name, the title and the charts of the runs, for each picture."""
+    pictures: dict[str, tuple[str, list[_RunChart]]] = {}
+    for index, run in enumerate(runs):
         for chart in run["charts"]:
-            apart = chart["style"] == "stack" and len(runs) > 1
-            name = f"{chart['id']}-{place}" if apart else chart["id"]
-            title = f"{chart['title']}: {run['label']}" if apart else chart["title"]
-            found.setdefault(name, (title, []))[1].append((run["label"], chart, run["marks"]))
+            separate = chart["style"] == "stack" and len(runs) > 1
+            name = f"{chart['id']}-{index}" if separate else chart["id"]
+            title = f"{chart['title']}: {run['label']}" if separate else chart["title"]
+            pictures.setdefault(name, (title, []))[1].append((run["label"], chart, run["marks"]))
     safe = lambda name: "".join(sign if sign.isalnum() or sign in "-_." else "_" for sign in name)
-    return [(safe(name), title, charts) for name, (title, charts) in found.items()]
+    return [(safe(name), title, charts) for name, (title, charts) in pictures.items()]
 
 
-def _draw(axes: Any, title: str, charts: list[_Of], labels: list[str]) -> None:
-    """`labels` are those of all runs. Of several, each has a colour in all charts, and a line style for each series."""
+def _draw(axes: Any, title: str, charts: list[_RunChart], labels: list[str]) -> None:
+    """Draws charts of the same kind. `labels` are those of all runs.
+
+    If there are several runs, each has one colour in all charts, and a line style for each series.
+    """
     several = len(labels) > 1
     first = charts[0][1]
     if first["style"] == "stack":
-        values = [[value or 0.0 for value in one["values"]] for one in first["series"]]
-        names = [_text(one["name"]) for one in first["series"]]
+        values = [[value or 0.0 for value in series["values"]] for series in first["series"]]
+        names = [_text(series["name"]) for series in first["series"]]
         axes.stackplot(first["steps"], values, labels=names, colors=_COLORS[: len(values)])
     else:
-        lines = [
-            (labels.index(run) if several else place, place, run, chart, one)
-            for run, chart, _ in charts
-            for place, one in enumerate(chart["series"])
-        ]
-        for color, place, run, chart, one in lines:
-            told = [
-                (step, value) for step, value in zip(chart["steps"], one["values"], strict=True) if value is not None
-            ]
-            style = (
-                {"linestyle": "", "marker": "o", "markersize": 4}
-                if one["points"]
-                else {"linestyle": _STYLES[place % 4]}
-            )
-            label = _text(f"{run}: {one['name']}" if several else one["name"])
-            axes.plot(
-                *zip(*told, strict=True), label=label, color=_COLORS[color % len(_COLORS)], linewidth=1.3, **style
-            )
-        for mark in charts[0][2] if not several else []:
-            restart = mark["kind"] == "restart"
-            axes.axvline(
-                mark["step"],
-                color="#888888" if restart else "#b3261e",
-                linewidth=0.8,
-                linestyle="--" if restart else ":",
-            )
+        for run, chart, _ in charts:
+            for index, series in enumerate(chart["series"]):
+                color = _COLORS[(labels.index(run) if several else index) % len(_COLORS)]
+                label = _text(f"{run}: {series['name']}" if several else series["name"])
+                _draw_series(axes, chart["steps"], series, label=label, color=color, linestyle=_STYLES[index % 4])
+        if not several:
+            _draw_marks(axes, charts[0][2])
     axes.set_title(_text(title))
     axes.set_xlabel("step")
     axes.set_ylabel(first["unit"])
@@ -101,6 +87,26 @@ def _draw(axes: Any, title: str, charts: list[_Of], labels: list[str]) -> None:
         axes.legend(fontsize=8)
 
 
+def _draw_series(
+    axes: Any, steps: list[int], series: dict[str, Any], *, label: str, color: str, linestyle: str
+) -> None:
+    points = [(step, value) for step, value in zip(steps, series["values"], strict=True) if value is not None]
+    style = {"linestyle": "", "marker": "o", "markersize": 4} if series["points"] else {"linestyle": linestyle}
+    axes.plot(*zip(*points, strict=True), label=label, color=color, linewidth=1.3, **style)
+
+
+def _draw_marks(axes: Any, marks: list[Any]) -> None:
+    """Draws a vertical line at the step of each mark."""
+    for mark in marks:
+        restart = mark["kind"] == "restart"
+        axes.axvline(
+            mark["step"],
+            color="#888888" if restart else "#b3261e",
+            linewidth=0.8,
+            linestyle="--" if restart else ":",
+        )
+
+
 def _text(text: str) -> str:
-    """Without what Matplotlib takes for mathematics, or for a label to be hidden."""
+    """Returns a text without what Matplotlib would read as mathematics or as a hidden label."""
     return text.replace("$", r"\$").lstrip("_")

@@ -1,37 +1,42 @@
-"""The report as lines for a terminal."""
+"""The report as text for a terminal."""
 
 from jaxmnt.config.load import as_yaml
 from jaxmnt.errors import counted, printable
 from jaxmnt.report.history import Record
 from jaxmnt.units import count, duration
 
-_LEAST_SHARE = 0.0005
-"""Of the wall time, for a part to have a line."""
+_MIN_SHARE = 0.0005
+"""Smallest share of the wall time for which a part has a line."""
 
 
 def summary_text(report: Record) -> str:
-    runs = [_of_run(run) for run in report["runs"]]
-    return "\n\n".join([*runs, *(["\n".join(_compared(report))] if len(runs) > 1 else [])])
+    """Returns a summary of each run and, if there are several, their comparison."""
+    blocks = [_run_text(run) for run in report["runs"]]
+    if len(blocks) > 1:
+        blocks.append("\n".join(_comparison_lines(report)))
+    return "\n\n".join(blocks)
 
 
 def failures_text(report: Record) -> str:
-    return "\n\n".join(_failures(run) for run in report["runs"])
+    """Returns the failures of each run."""
+    return "\n\n".join(_failures_of_run(run) for run in report["runs"])
 
 
-def _of_run(run: Record) -> str:
+def _run_text(run: Record) -> str:
+    """Returns the summary of one run."""
     goodput, attempts = run["goodput"], run["attempts"]
     restarts = f"{len(attempts)} attempt{'s' if len(attempts) > 1 else ''}"
     wall = goodput["wall_seconds"]
-    told = f"{run['state']}, {duration(wall)} in {restarts}, {count(goodput['tokens'])} tokens"
-    lines = [f"run     {printable(run['run'])}: {told}"]
+    state = f"{run['state']}, {duration(wall)} in {restarts}, {count(goodput['tokens'])} tokens"
+    lines = [f"run     {printable(run['run'])}: {state}"]
     lines += [f"note    {note}" for note in run["notes"]]
-    lines += _loss(run["summary"])
+    lines += _loss_lines(run["summary"])
     lines.append(
         f"goodput {goodput['ettr']:.1%} of the time went into steps that count ({goodput['ettr_last_hour']:.1%} in the "
         "last hour)"
     )
-    for part, seconds in sorted(goodput["seconds"].items(), key=lambda item: -item[1]):
-        if seconds > _LEAST_SHARE * wall:
+    for part, seconds in sorted(goodput["seconds"].items(), key=lambda entry: -entry[1]):
+        if seconds > _MIN_SHARE * wall:
             lines.append(f"  {seconds / wall:6.1%} {duration(seconds):>9}  {goodput['parts'][part]}")
     cost = "" if goodput["cost"] is None else f", which cost {goodput['cost']:,.2f}"
     if goodput["cost_per_billion_tokens"] is not None:
@@ -40,17 +45,17 @@ def _of_run(run: Record) -> str:
             "productive)"
         )
     lines.append(f"cost    {goodput['gpu_hours']:,.2f} device-hours{cost}")
-    lines += [f"attempt {_attempt(attempt, 'broke off without a word')}" for attempt in attempts[:-1]]
-    lines += [f"attempt {_attempt(attempt, run['state'])}" for attempt in attempts[-1:]]
+    lines += [f"attempt {_attempt_line(attempt, 'ended abruptly')}" for attempt in attempts[:-1]]
+    lines += [f"attempt {_attempt_line(attempt, run['state'])}" for attempt in attempts[-1:]]
     if run["summary"]["steps_without_targets"]:
         lines.append(f"note    {run['summary']['steps_without_targets']} steps had no targets and changed nothing")
-    lines += [f"slow    {_straggler(one)}" for one in run["stragglers"]]
+    lines += [f"slow    {_straggler_line(straggler)}" for straggler in run["stragglers"]]
     if run["failures"]:
-        lines.append("failed  --failures tells what ended attempts, and what that cost")
+        lines.append("failed  --failures shows what ended attempts, and what it cost")
     return "\n".join(lines)
 
 
-def _loss(summary: Record) -> list[str]:
+def _loss_lines(summary: Record) -> list[str]:
     if summary["loss"] is None:
         return []
     bits = "" if summary["bits_per_byte"] is None else f" ({summary['bits_per_byte']:.4f} bits per byte)"
@@ -58,55 +63,54 @@ def _loss(summary: Record) -> list[str]:
     return [f"loss    {summary['loss']:.4f} nats per token in the batch of step {summary['step']}{held_out}"]
 
 
-def _attempt(attempt: Record, state: str) -> str:
+def _attempt_line(attempt: Record, state: str) -> str:
     steps = "no step" if attempt["first_step"] is None else f"steps {attempt['first_step']} to {attempt['last_step']}"
-    lost = f", {attempt['lost_steps']} more were taken again" if attempt["lost_steps"] else ""
+    lost = f", {attempt['lost_steps']} more were repeated later" if attempt["lost_steps"] else ""
     took = duration(attempt["ended"] - attempt["began"])
-    return f"{attempt['attempt']}: {took}, {steps}{lost}; {_how_it_ended(attempt, state)}"
+    return f"{attempt['attempt']}: {took}, {steps}{lost}; {_attempt_end(attempt, state)}"
 
 
-def _how_it_ended(attempt: Record, state: str) -> str:
-    """Returns how an attempt ended; `state` if it has recorded no end."""
+def _attempt_end(attempt: Record, state: str) -> str:
+    """Returns how an attempt ended; `state` if it recorded no end."""
     if attempt["end"] is None:
         return state
     if attempt["end"] == "end":
         return "finished" if attempt["finished"] else "stopped early with a checkpoint"
-    return printable(f"{attempt['end']}: {attempt['why'] or 'no reason is known'}")
+    return printable(f"{attempt['end']}: {attempt['why'] or 'no reason was recorded'}")
 
 
-def _straggler(one: Record) -> str:
-    device = "" if one["device"] is None else f", device {one['device']}"
-    until = "the end" if one["to_step"] is None else one["to_step"]
-    more = f" by {1e3 * one['slower_seconds']:.0f} ms" if one["slower_seconds"] else ""
-    who = f"process {one['process']} on {one['host']}{device}"
-    return printable(f"{who}: {one['phase']}{more}, from step {one['from_step']} to {until}")
+def _straggler_line(straggler: Record) -> str:
+    device = "" if straggler["device"] is None else f", device {straggler['device']}"
+    until = "the end" if straggler["to_step"] is None else straggler["to_step"]
+    more = f" by {1e3 * straggler['slower_seconds']:.0f} ms" if straggler["slower_seconds"] else ""
+    who = f"process {straggler['process']} on {straggler['host']}{device}"
+    return printable(f"{who}: {straggler['phase']}{more}, from step {straggler['from_step']} to {until}")
 
 
-def _failures(run: Record) -> str:
+def _failures_of_run(run: Record) -> str:
     if not run["failures"]:
         return f"run     {printable(run['run'])}: no attempt ended badly"
-    return "\n".join([f"run     {printable(run['run'])}", *(_failure(one) for one in run["failures"])])
+    return "\n".join([f"run     {printable(run['run'])}", *map(_failure_text, run["failures"])])
 
 
-def _failure(one: Record) -> str:
-    who = (
-        "" if one["process"] is None else f", process {one['process']}" + (f" on {one['host']}" if one["host"] else "")
-    )
-    code = "" if one["exit_code"] is None else f", exit code {one['exit_code']}"
-    cost = "" if one["cost"] is None else f", which cost {one['cost']:,.2f}"
-    steps = f", {counted(one['lost_steps'], 'step', 'steps')} taken again" if one["lost_steps"] else ""
+def _failure_text(failure: Record) -> str:
+    host = f" on {failure['host']}" if failure["host"] else ""
+    who = "" if failure["process"] is None else f", process {failure['process']}{host}"
+    code = "" if failure["exit_code"] is None else f", exit code {failure['exit_code']}"
+    cost = "" if failure["cost"] is None else f", which cost {failure['cost']:,.2f}"
+    steps = f", {counted(failure['lost_steps'], 'step', 'steps')} repeated" if failure["lost_steps"] else ""
     lines = [
-        f"attempt {one['attempt']}: {one['kind'].replace('_', ' ')} after step {one['step']}{who}{code}",
-        f"  why   {one['why']}",
+        f"attempt {failure['attempt']}: {failure['kind'].replace('_', ' ')} after step {failure['step']}{who}{code}",
+        f"  why   {failure['why']}",
     ]
-    if one["lines"]:
-        lines += [f"  {one['source']}", *(f"    | {line}" for line in one["lines"])]
-    lines += [f"  then  {one['then']}", f"  lost  {duration(one['lost_seconds'])}{steps}{cost}"]
+    if failure["lines"]:
+        lines += [f"  {failure['source']}", *(f"    | {line}" for line in failure["lines"])]
+    lines += [f"  then  {failure['then']}", f"  lost  {duration(failure['lost_seconds'])}{steps}{cost}"]
     return "\n".join(map(printable, lines))
 
 
-def _compared(report: Record) -> list[str]:
+def _comparison_lines(report: Record) -> list[str]:
     lines = [f"note    {note}" for note in report["notes"]]
-    for one in report["config_differences"]:
-        lines.append(printable(f"differs {one['key']}: {' | '.join(map(as_yaml, one['values']))}"))
+    for difference in report["config_differences"]:
+        lines.append(printable(f"differs {difference['key']}: {' | '.join(map(as_yaml, difference['values']))}"))
     return lines

@@ -1,4 +1,4 @@
-"""--watch: the report on a port of this machine, made anew when a run has written."""
+"""--watch: serves the report on a local port, and rebuilds it when a run has written new records."""
 
 import os
 import threading
@@ -15,14 +15,15 @@ from jaxmnt.telemetry.events import METRICS, PHASE_LINES, RESOURCES, event_files
 from jaxmnt.telemetry.local_http import LocalHandler, LocalServer
 
 WATCH_SECONDS = 5.0
-"""Between two questions of the page."""
+"""Interval at which the page asks for new data."""
 _STALE_SECONDS = 60.0
-_PATIENCE = 10.0
-"""Times what a report took to make, before the next is made: a long run takes seconds."""
+"""A report is rebuilt at this age even if no file has changed."""
+_REBUILD_PAUSE = 10.0
+"""Minimum pause between two builds, as a multiple of the last build's time: a long run takes seconds to build."""
 
 
 def serve(runs: Sequence[str], price: float | None, port: int) -> int:
-    """Answers until Ctrl-C. Raises `ConfigError` for runs without lines, and if the port cannot be had."""
+    """Serves the report until Ctrl-C. Raises `ConfigError` for runs without records, and if the port is unavailable."""
     latest = LatestReport(runs, price)
     latest.get()
     with server_for(latest, port) as server:
@@ -35,44 +36,49 @@ def serve(runs: Sequence[str], price: float | None, port: int) -> int:
 
 
 def server_for(latest: "LatestReport", port: int) -> LocalServer:
-    """Raises `ConfigError` if the port cannot be had."""
+    """Returns a server of the latest report. Raises `ConfigError` if the port is unavailable."""
     try:
         return LocalServer(("127.0.0.1", port), type("Handler", (_Handler,), {"latest": latest}))
     except (OSError, OverflowError) as error:
-        raise ConfigError(f"--port: {port} cannot be had: {error}; give another, or 0 for any") from error
+        raise ConfigError(f"--port: {port} cannot be opened: {error}; give another, or 0 for any free port") from error
 
 
 class LatestReport:
-    """The newest report and its version; made anew when files have changed, and not too often. From any thread."""
+    """The latest report and its version. It is rebuilt when files have changed, but not too often. Thread-safe."""
 
     def __init__(self, runs: Sequence[str], price: float | None):
         self._runs, self._price = list(runs), price
-        self._seen: list[Any] | None = None
+        self._built_state: list[Any] | None = None
         self._report: dict[str, Any] = {}
         self._version = 0
         self._not_before = self._made = 0.0
         self._lock = threading.Lock()
 
     def get(self) -> tuple[str, dict[str, Any]]:
+        """Returns the version, as an HTTP entity tag, and the report; rebuilds the report first if necessary."""
         with self._lock:
-            seen, now = self._state(), time.monotonic()
-            stale = now > self._made + _STALE_SECONDS  # whether a run goes on is told by the clock, too
-            if (seen != self._seen or stale) and now >= self._not_before:
+            state, now = self._file_state(), time.monotonic()
+            # Whether a run is still active depends on the time as well as on its files.
+            stale = now > self._made + _STALE_SECONDS
+            if (state != self._built_state or stale) and now >= self._not_before:
                 self._report = report_of(self._runs, self._price) | {"watch_seconds": WATCH_SECONDS}
-                self._seen, self._version, self._made = seen, self._version + 1, time.monotonic()
-                self._not_before = self._made + _PATIENCE * (self._made - now)
+                self._built_state = state
+                self._version += 1
+                self._made = time.monotonic()
+                self._not_before = self._made + _REBUILD_PAUSE * (self._made - now)
             return f'"{os.getpid()}-{self._version}"', self._report
 
-    def _state(self) -> list[Any]:
-        found: list[Any] = []
+    def _file_state(self) -> list[Any]:
+        """Returns the modification time and the size of each file that a report reads; None for a missing file."""
+        state: list[Any] = []
         for run in map(Path, self._runs):
             for path in [run / METRICS, run / PHASE_LINES, run / RESOURCES, run / "config.yaml", *event_files(run)]:
                 try:
                     status = path.stat()
-                    found.append((status.st_mtime_ns, status.st_size))
+                    state.append((status.st_mtime_ns, status.st_size))
                 except OSError:
-                    found.append(None)
-        return found
+                    state.append(None)
+        return state
 
 
 class _Handler(LocalHandler):
@@ -90,7 +96,7 @@ class _Handler(LocalHandler):
         if self.path == "/":
             self.answer(HTTPStatus.OK, "text/html", page(report, live=True))
         elif self.path != "/data.json":
-            self.answer(HTTPStatus.NOT_FOUND, "text/plain", "there are / and /data.json\n")
+            self.answer(HTTPStatus.NOT_FOUND, "text/plain", "not found: only / and /data.json exist\n")
         elif self.headers.get("If-None-Match") == version:
             self.answer(HTTPStatus.NOT_MODIFIED, "application/json", "", ETag=version)
         else:

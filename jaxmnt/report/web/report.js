@@ -1,4 +1,4 @@
-// The page of a report: reads the JSON in it, and draws. Texts go in as text, never as markup.
+// Draws the page of a report from the JSON in it. Texts are inserted as text, never as markup.
 "use strict";
 
 const AXIS_FONT = '12px system-ui, -apple-system, "Segoe UI", Roboto, "DejaVu Sans", sans-serif';
@@ -8,16 +8,16 @@ const MARKS = {
   straggler: ["o", "straggler"], slow_device: ["o", "slow device"], checkpoint_failed: ["!", "save failed"],
   checkpoint_damaged: ["!", "checkpoint damaged"], replicas_differ: ["!", "replicas differ"],
   rows_skipped: ["-", "rows skipped"],
-  host_fault: ["!", "fault of a host"],
+  host_fault: ["!", "host fault"],
 };
-const zoomed = {};  // chart id → [first step, last step] that somebody looks at
-const hidden = {};  // chart id → names of series that somebody has switched off
-const pressed = {};  // chart id → name of a button of the chart → whether it is down
+const zoomed = {};  // chart id → [first step, last step] that the user zoomed to
+const hidden = {};  // chart id → names of series that the user switched off
+const pressed = {};  // chart id → name of a button of the chart → true if it is pressed
 let drawn = [];
 let newest = null;
-let sought = "";  // in the config
+let sought = "";  // the search text in the config
 
-// Small things.
+// Helpers.
 
 function element(name, attributes, ...children) {
   const made = document.createElement(name);
@@ -106,7 +106,7 @@ function heading(run) {
     ["Cost per billion tokens", money(goodput.cost_per_billion_tokens)],
   ].filter(([, value]) => value !== "–");
   return element("section", { "aria-label": `Summary of ${run.run}` },
-    element("h1", {}, run.run), element("p", { class: "soft" }, run.id ? `run ${run.id}` : "no id is known"),
+    element("h1", {}, run.run), element("p", { class: "soft" }, run.id ? `run ${run.id}` : "no id"),
     ...run.notes.map((note) => element("p", { class: "note" }, note)),
     element("div", { class: "tiles" }, ...tiles.map(([name, value]) =>
       element("div", { class: "tile" }, element("span", { class: "soft" }, name), element("b", {}, String(value))))));
@@ -114,72 +114,72 @@ function heading(run) {
 
 function failuresOf(run) {
   if (!run.failures.length) return null;
-  const rows = run.failures.map((one) => [
-    one.attempt, moment(one.time), one.step, one.kind.replaceAll("_", " "),
-    one.process === null ? "–" : `process ${one.process}${one.host ? ` on ${one.host}` : ""}`,
-    element("div", {}, element("p", {}, one.why), one.lines.length
-      ? element("details", {}, element("summary", {}, one.source), element("pre", {}, one.lines.join("\n"))) : ""),
-    one.then,
-    `${duration(one.lost_seconds)}${one.lost_steps ? `, ${one.lost_steps} steps` : ""}` +
-      `${one.cost === null ? "" : `, cost ${money(one.cost)}`}`,
+  const rows = run.failures.map((failure) => [
+    failure.attempt, moment(failure.time), failure.step, failure.kind.replaceAll("_", " "),
+    failure.process === null ? "–" : `process ${failure.process}${failure.host ? ` on ${failure.host}` : ""}`,
+    element("div", {}, element("p", {}, failure.why), failure.lines.length
+      ? element("details", {}, element("summary", {}, failure.source), element("pre", {}, failure.lines.join("\n"))) : ""),
+    failure.then,
+    `${duration(failure.lost_seconds)}${failure.lost_steps ? `, ${failure.lost_steps} steps` : ""}` +
+      `${failure.cost === null ? "" : `, cost ${money(failure.cost)}`}`,
   ]);
-  return element("section", {}, element("h2", {}, "Failures"), table("Attempts that ended badly",
-    ["Attempt", "When", "After step", "What", "Where", "Why", "What was tried next", "Lost"], rows));
+  return element("section", {}, element("h2", {}, "Failures"), table("Failed attempts",
+    ["Attempt", "When", "After step", "What", "Where", "Why", "Next attempt", "Lost"], rows));
 }
 
 function stragglersOf(run) {
   if (!run.stragglers.length) return null;
-  const rows = run.stragglers.map((one) => [
-    `process ${one.process}${one.device === null ? "" : `, device ${one.device}`}`, plain(one.host), one.phase,
-    `${one.from_step} to ${one.to_step === null ? "the end" : one.to_step}`,
-    one.slower_seconds ? `${duration(one.slower_seconds)}` +
-      (one.step_seconds ? ` (${percent(one.slower_seconds / one.step_seconds)} of a step)` : "") : plain(one.why),
+  const rows = run.stragglers.map((straggler) => [
+    `process ${straggler.process}${straggler.device === null ? "" : `, device ${straggler.device}`}`, plain(straggler.host), straggler.phase,
+    `${straggler.from_step} to ${straggler.to_step === null ? "the end" : straggler.to_step}`,
+    straggler.slower_seconds ? `${duration(straggler.slower_seconds)}` +
+      (straggler.step_seconds ? ` (${percent(straggler.slower_seconds / straggler.step_seconds)} of a step)` : "") : plain(straggler.why),
   ]);
   return element("section", {}, element("h2", {}, "Stragglers"),
-    table("Who held the others up", ["Who", "Host", "Phase", "Steps", "By how much"], rows));
+    table("Processes and devices that slowed the others down", ["Process", "Host", "Phase", "Steps", "By how much"], rows));
 }
 
 function adviceOf(run) {
   if (!run.advice.length) return null;
-  const rows = run.advice.map((one) => [one.rule, one.evidence, one.do, one.share ? percent(one.share) : "–"]);
+  const rows = run.advice.map((entry) => [entry.rule, entry.evidence, entry.do, entry.share ? percent(entry.share) : "–"]);
   return element("section", { id: "advice" }, element("h2", {}, "Advice"),
-    table("What could be better", ["Rule", "What was seen", "What to do", "Of the time, about"], rows, [3]));
+    table("What could be better", ["Rule", "Evidence", "What to do", "Approximate cost"], rows, [3]));
 }
 
 function scalingOf(run) {
   if (!run.scaling) return null;
   const two = (value) => (value === null ? "–" : value.toFixed(2));
-  const told = (one) => Object.entries(one.phases).filter(([, seconds]) => seconds > 0.005 * one.typical)
+  const phasesText = (point) => Object.entries(point.phases).filter(([, seconds]) => seconds > 0.005 * point.typical)
     .sort((a, b) => b[1] - a[1]).map(([phase, seconds]) => `${phase.replaceAll("_", " ")} ${duration(seconds)}`).join(", ");
   const tables = run.scaling.scalings.map((scaling) => table(`${scaling.mode} scaling: ${scaling.meaning}`,
-    ["Processes", "Devices", "Rows", "Step", "Tokens/s", "Efficiency", "Of rounds", "Predicted", "Its efficiency", "Where a step goes"],
-    scaling.points.map((one) => [one.processes, one.devices, one.rows, duration(one.typical),
-      short(one.tokens_per_second), two(one.efficiency),
-      `${two(Math.min(...one.efficiencies))} to ${two(Math.max(...one.efficiencies))}`,
-      one.predicted === null ? "–" : duration(one.predicted), two(one.predicted_efficiency), told(one)]), [0, 1, 2, 3, 4, 5, 6, 7, 8]));
+    ["Processes", "Devices", "Rows", "Step", "Tokens/s", "Efficiency", "Over rounds", "Predicted", "Predicted efficiency", "Where a step goes"],
+    scaling.points.map((point) => [point.processes, point.devices, point.rows, duration(point.typical),
+      short(point.tokens_per_second), two(point.efficiency),
+      `${two(Math.min(...point.efficiencies))} to ${two(Math.max(...point.efficiencies))}`,
+      point.predicted === null ? "–" : duration(point.predicted), two(point.predicted_efficiency), phasesText(point)]), [0, 1, 2, 3, 4, 5, 6, 7, 8]));
   return element("section", { id: "scaling" }, element("h2", {}, "Scaling"),
-    element("p", { class: "soft" }, `Measured on ${run.scaling.date}: speed of a device, compared with the first line.`),
+    element("p", { class: "soft" }, `Measured on ${run.scaling.date}: speed of a device, relative to the first line.`),
     ...run.scaling.warnings.map((text) => element("p", { class: "note" }, text)), ...tables);
 }
 
 function samplesOf(run) {
   if (!run.samples.length) return null;
-  const written = (one) => one.samples.map((sample) =>
+  const written = (entry) => entry.samples.map((sample) =>
     element("pre", {}, element("b", {}, sample.prompt), sample.text));
   const [newest, ...earlier] = run.samples;
   return element("section", { id: "samples" }, element("h2", {}, "Samples"),
     element("p", { class: "soft" }, `What the model wrote after step ${newest.step}; the prompts are bold.`),
     ...written(newest),
-    ...earlier.map((one) => element("details", {}, element("summary", {}, `step ${one.step}`), ...written(one))));
+    ...earlier.map((entry) => element("details", {}, element("summary", {}, `step ${entry.step}`), ...written(entry))));
 }
 
 function goodputOf(run) {
   const { seconds, wall_seconds: wall, parts } = run.goodput;
-  const told = Object.entries(seconds).filter(([, value]) => value > 0).sort((one, two) => two[1] - one[1]);
+  const shares = Object.entries(seconds).filter(([, value]) => value > 0).sort((a, b) => b[1] - a[1]);
   const bar = drawing("svg", { viewBox: "0 0 1000 34", height: "34", width: "100%", preserveAspectRatio: "none",
     role: "img", "aria-label": "Shares of the wall time; the table has the numbers" });
   let left = 0;
-  told.forEach(([, value], place) => {
+  shares.forEach(([, value], place) => {
     const width = (1000 * value) / wall;
     bar.append(drawing("rect", { x: left, y: 0, width, height: 34, fill: color(`c${place % 9}`) }));
     left += width;
@@ -189,29 +189,29 @@ function goodputOf(run) {
     square.append(drawing("rect", { width: 12, height: 12, fill: color(`c${place % 9}`) }));
     return square;
   };
-  const rows = told.map(([part, value], place) => [
+  const rows = shares.map(([part, value], place) => [
     element("span", {}, swatch(place), ` ${part.replaceAll("_", " ")}`), percent(value / wall), duration(value),
     run.goodput.cost !== null && part !== "between" && wall > seconds.between
       ? money((run.goodput.cost * value) / (wall - seconds.between)) : "–", parts[part] || ""]);
   return element("section", {}, element("h2", {}, "Goodput and cost"), bar,
-    table("What the wall time went into", ["Part", "Share", "Time", "Cost", "What it is"], rows, [1, 2, 3]));
+    table("Parts of the wall time", ["Part", "Share", "Time", "Cost", "What it is"], rows, [1, 2, 3]));
 }
 
 function attemptsOf(run) {
-  const rows = run.attempts.map((one) => [
-    one.attempt, moment(one.began), duration(one.ended - one.began),
-    one.first_step === null ? "none" : `${one.first_step} to ${one.last_step}`, one.lost_steps, one.devices,
-    one.end === "end" ? (one.finished ? "finished" : "stopped with a checkpoint")
-      : one.end === null ? "without a word" : one.end.replaceAll("_", " "),
+  const rows = run.attempts.map((attempt) => [
+    attempt.attempt, moment(attempt.began), duration(attempt.ended - attempt.began),
+    attempt.first_step === null ? "none" : `${attempt.first_step} to ${attempt.last_step}`, attempt.lost_steps, attempt.devices,
+    attempt.end === "end" ? (attempt.finished ? "finished" : "stopped with a checkpoint")
+      : attempt.end === null ? "ended abruptly" : attempt.end.replaceAll("_", " "),
   ]);
   return element("section", {}, element("h2", {}, "Attempts and events"), timeline(run),
-    table("Attempts", ["Attempt", "Began", "Took", "Steps", "Taken again", "Devices", "End"], rows));
+    table("Attempts", ["Attempt", "Began", "Took", "Steps", "Repeated", "Devices", "End"], rows));
 }
 
 function timeline(run) {
   const holder = element("div", { class: "chart" });
-  const first = run.attempts[0].began, last = Math.max(...run.attempts.map((one) => one.ended));
-  const kinds = [...new Set(run.timeline.map((one) => one.kind))];
+  const first = run.attempts[0].began, last = Math.max(...run.attempts.map((attempt) => attempt.ended));
+  const kinds = [...new Set(run.timeline.map((event) => event.kind))];
   const row = 20, labels = 130;
   const draw = () => {
     const width = Math.max(280, holder.clientWidth - 20), room = width - labels - 10;
@@ -221,19 +221,19 @@ function timeline(run) {
       "aria-label": `Timeline of ${run.attempts.length} attempts and ${run.timeline.length} events` });
     const label = (text, y) => image.append(drawing("text", { x: 0, y: y + 14 }, document.createTextNode(text)));
     label("attempts", 0);
-    run.attempts.forEach((one) => {
-      const bar = drawing("rect", { x: at(one.began), y: 3, height: row - 6, rx: 2, fill: color("c0"),
-        width: Math.max(2, at(one.ended) - at(one.began) - 1) });
-      bar.append(drawing("title", {}, document.createTextNode(`attempt ${one.attempt}`)));
+    run.attempts.forEach((attempt) => {
+      const bar = drawing("rect", { x: at(attempt.began), y: 3, height: row - 6, rx: 2, fill: color("c0"),
+        width: Math.max(2, at(attempt.ended) - at(attempt.began) - 1) });
+      bar.append(drawing("title", {}, document.createTextNode(`attempt ${attempt.attempt}`)));
       image.append(bar);
     });
     kinds.forEach((kind, place) => {
       label(kind.replaceAll("_", " "), row * (place + 1));
       image.append(drawing("line", { x1: labels, x2: width - 10, stroke: color("grid"),
         y1: row * (place + 1.5), y2: row * (place + 1.5) }));
-      run.timeline.filter((one) => one.kind === kind).forEach((one) => {
-        const dot = drawing("circle", { cx: at(one.time), cy: row * (place + 1.5), r: 4, fill: color("c1") });
-        dot.append(drawing("title", {}, document.createTextNode(`${moment(one.time)}: ${one.text}`)));
+      run.timeline.filter((event) => event.kind === kind).forEach((event) => {
+        const dot = drawing("circle", { cx: at(event.time), cy: row * (place + 1.5), r: 4, fill: color("c1") });
+        dot.append(drawing("title", {}, document.createTextNode(`${moment(event.time)}: ${event.text}`)));
         image.append(dot);
       });
     });
@@ -247,27 +247,27 @@ function timeline(run) {
   };
   drawn.push({ resize: draw, draw });
   const list = element("details", {}, element("summary", {}, "Events as a list"), table("Events", ["When", "What"],
-    run.timeline.slice(-500).map((one) => [moment(one.time), one.text])));
+    run.timeline.slice(-500).map((event) => [moment(event.time), event.text])));
   return element("div", {}, holder, list);
 }
 
 function processesOf(run) {
   const { of, processes } = run.processes;
   if (!of.length) return null;
-  const most = Math.max(...of.map((one) => one.seconds[3])), scale = (value) => (200 * value) / (most || 1);
-  const rows = of.map((one) => {
-    const [low, middle, high, max] = one.seconds;
+  const most = Math.max(...of.map((entry) => entry.seconds[3])), scale = (value) => (200 * value) / (most || 1);
+  const rows = of.map((entry) => {
+    const [low, middle, high, max] = entry.seconds;
     const image = drawing("svg", { width: 206, height: 16, role: "img",
       "aria-label": `median ${duration(middle)}, 10 % to 90 %: ${duration(low)} to ${duration(high)}` });
     image.append(
       drawing("line", { x1: scale(high), x2: scale(max), y1: 8, y2: 8, stroke: color("soft") }),
       drawing("rect", { x: scale(low), y: 3, width: Math.max(1, scale(high) - scale(low)), height: 10, fill: color("c5") }),
       drawing("rect", { x: scale(middle) - 1, y: 1, width: 3, height: 14, fill: color("ink") }));
-    return [one.process, plain(one.host), image, ...one.seconds.map(duration)];
+    return [entry.process, plain(entry.host), image, ...entry.seconds.map(duration)];
   });
   return element("section", {}, element("h2", {}, "Work of each process"),
-    element("p", { class: "soft" }, "Time in a step that a process works for itself and waits for nobody: reading " +
-      "input, copying, starting steps, saving, other work on the host. Step times are the same in all."),
+    element("p", { class: "soft" }, "Time per step in which a process does its own work and does not wait: reading " +
+      "input, copying, starting steps, saving, other work on the host. The step time is the same in all processes."),
     table(`The ${of.length} of ${processes} that work longest`,
       ["Process", "Host", "10 % – median – 90 %, longest", "10 %", "Median", "90 %", "Longest"], rows, [3, 4, 5, 6]));
 }
@@ -277,15 +277,15 @@ function configOf(runs, differences) {
   if (runs.length > 1) {
     parts.push(element("h2", {}, "Differences between the configs"), differences.length
       ? table("Keys whose values differ", ["Key", ...runs.map((run) => run.label)],
-        differences.map((one) => [one.key, ...one.values.map(plain)]))
-      : element("p", {}, "None but the run directory."));
+        differences.map((difference) => [difference.key, ...difference.values.map(plain)]))
+      : element("p", {}, "Only the run directory differs."));
   }
   for (const run of runs) {
     const named = runs.length > 1 ? `: ${run.label}` : "";
     if (run.changes.length) {
       parts.push(element("h2", {}, `Changes of the config${named}`), table("Between attempts",
-        ["Attempt", "Key", "Before", "Then", "Class"],
-        run.changes.map((one) => [one.attempt, one.key, plain(one.before), plain(one.now), plain(one.resume)])));
+        ["Attempt", "Key", "Before", "After", "Class"],
+        run.changes.map((change) => [change.attempt, change.key, plain(change.before), plain(change.now), plain(change.resume)])));
     }
     parts.push(element("h2", {}, `Config${named}`), settings("Config", run.config),
       Object.keys(run.environment).length ? element("h2", {}, `Environment${named}`) : "", !Object.keys(run.environment).length ? "" : table("Of the last start", ["What", "Value"],
@@ -307,8 +307,8 @@ function settings(caption, values) {
 
 // Charts.
 
-// Charts of the same id of several runs lie over each other; a stack stands by itself. A run has the same colour in all
-// of them, and its lines differ by their dashes.
+// Overlays the charts of several runs that have the same id, except stacks. A run has the same colour in all charts, and
+// its lines differ by their dashes.
 function chartsOf(runs) {
   const together = new Map();
   for (const [number, run] of runs.entries()) {
@@ -316,31 +316,31 @@ function chartsOf(runs) {
       const key = chart.style === "stack" && runs.length > 1 ? `${chart.id} ${run.label}` : chart.id;
       const title = chart.style === "stack" && runs.length > 1 ? `${chart.title}: ${run.label}` : chart.title;
       if (!together.has(key)) together.set(key, { ...chart, key, title, tables: [], marks: [] });
-      const one = together.get(key);
+      const merged = together.get(key);
       const shared = runs.length > 1 && chart.style !== "stack";
       for (const [place, series] of chart.series.entries()) {
         const name = shared ? `${run.label}: ${series.name}` : series.name;
-        one.tables.push({ ...series, name, steps: chart.steps, color: `c${(shared ? number : place) % 9}`, dash: DASHES[place % 4] });
+        merged.tables.push({ ...series, name, steps: chart.steps, color: `c${(shared ? number : place) % 9}`, dash: DASHES[place % 4] });
       }
-      if (runs.length === 1) one.marks = run.marks;
+      if (runs.length === 1) merged.marks = run.marks;
     }
   }
   return [...together.values()];
 }
 
-// One list of steps for all series: [steps, values of each].
+// Returns the steps of all series, and the values of each series at these steps.
 function aligned(tables) {
-  const steps = [...new Set(tables.flatMap((one) => one.steps))].sort((one, two) => one - two);
-  const place = new Map(steps.map((step, index) => [step, index]));
-  const columns = tables.map((one) => {
+  const steps = [...new Set(tables.flatMap((series) => series.steps))].sort((a, b) => a - b);
+  const indexOf = new Map(steps.map((step, index) => [step, index]));
+  const columns = tables.map((series) => {
     const column = new Array(steps.length).fill(undefined);  // uPlot joins over undefined, and breaks at null
-    one.steps.forEach((step, index) => { column[place.get(step)] = one.values[index]; });
+    series.steps.forEach((step, index) => { column[indexOf.get(step)] = series.values[index]; });
     return column;
   });
   return [steps, columns];
 }
 
-// Places of values between gaps, which no line goes through.
+// Returns the indices of isolated values: those between two gaps, which no line reaches.
 function alone(column) {
   const gap = (place) => place < 0 || place >= column.length || column[place] === null;
   return [...column.keys()].filter((place) => !gap(place) && column[place] !== undefined && gap(place - 1) && gap(place + 1));
@@ -355,23 +355,23 @@ function stacked(columns) {
   }));
 }
 
-function inWords(chart, columns, steps) {
-  const told = chart.tables.map((one, place) => {
-    const known = columns[place].map((value, index) => [value, steps[index]]).filter(([value]) => value !== null && value !== undefined);
-    if (!known.length) return "";
-    const [first, last] = [known[0], known[known.length - 1]];
-    const least = known.reduce((one, two) => (two[0] < one[0] ? two : one));
-    const most = known.reduce((one, two) => (two[0] > one[0] ? two : one));
-    return `${one.name}: ${short(first[0])} at step ${first[1]}, ${short(last[0])} at step ${last[1]}, ` +
+function description(chart, columns, steps) {
+  const texts = chart.tables.map((series, place) => {
+    const points = columns[place].map((value, index) => [value, steps[index]]).filter(([value]) => value !== null && value !== undefined);
+    if (!points.length) return "";
+    const [first, last] = [points[0], points[points.length - 1]];
+    const least = points.reduce((a, b) => (b[0] < a[0] ? b : a));
+    const most = points.reduce((a, b) => (b[0] > a[0] ? b : a));
+    return `${series.name}: ${short(first[0])} at step ${first[1]}, ${short(last[0])} at step ${last[1]}, ` +
       `lowest ${short(least[0])} at ${least[1]}, highest ${short(most[0])} at ${most[1]}`;
   });
-  return `${chart.title}${chart.unit ? ` in ${chart.unit}` : ""}. ${told.join("; ")}. Arrow keys read values, plus and minus zoom, 0 shows all.`;
+  return `${chart.title}${chart.unit ? ` in ${chart.unit}` : ""}. ${texts.join("; ")}. Arrow keys read values, plus and minus zoom, 0 shows all.`;
 }
 
 function chartCard(chart) {
   const [steps, columns] = aligned(chart.tables);
   const stack = chart.style === "stack", off = hidden[chart.key] || (hidden[chart.key] = new Set());
-  const plot = element("div", { class: "plot", tabindex: "0", role: "img", "aria-label": inWords(chart, columns, steps) });
+  const plot = element("div", { class: "plot", tabindex: "0", role: "img", "aria-label": description(chart, columns, steps) });
   const readout = element("div", { class: "readout", "aria-live": "polite" });
   const legend = element("div", { class: "legend" });
   const numbers = columns.flat().filter((value) => value !== null && value !== undefined);
@@ -392,10 +392,10 @@ function chartCard(chart) {
 
   const say = (index) => {
     if (index === null || index === undefined) { readout.textContent = ""; return; }
-    const told = chart.tables.map((one, place) => [one.name, columns[place][index], place])
+    const texts = chart.tables.map((series, place) => [series.name, columns[place][index], place])
       .filter(([, value, place]) => value !== null && value !== undefined && !off.has(chart.tables[place].name))
       .map(([name, value]) => `${name} ${short(value)}`);
-    readout.textContent = `step ${steps[index]}: ${told.join(" · ")}`;
+    readout.textContent = `step ${steps[index]}: ${texts.join(" · ")}`;
   };
 
   const draw = () => {
@@ -413,10 +413,10 @@ function chartCard(chart) {
       scales: { x: { time: false }, y: { distr: log ? 3 : 1, range: log ? undefined : (_, low, high) => inView(low, high, stack, ceiling) } },
       axes: [{ ...axis, values: (_, ticks) => ticks.map((tick) => short(tick)) },
         { ...axis, size: 62, values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : short(tick))) }],
-      series: [{}, ...chart.tables.map((one) => ({
-        label: one.name, stroke: color(one.color), width: stack ? 1 : 1.6, dash: stack ? [] : one.dash,
-        fill: stack ? color(one.color) : undefined, show: !off.has(one.name), spanGaps: false,
-        points: { show: one.points || steps.length < 2, size: 7, fill: color(one.color),
+      series: [{}, ...chart.tables.map((line) => ({
+        label: line.name, stroke: color(line.color), width: stack ? 1 : 1.6, dash: stack ? [] : line.dash,
+        fill: stack ? color(line.color) : undefined, show: !off.has(line.name), spanGaps: false,
+        points: { show: line.points || steps.length < 2, size: 7, fill: color(line.color),
           filter: (_, series, all) => (all ? null : alone(data[series])) },
       }))],
       hooks: {
@@ -453,17 +453,17 @@ function chartCard(chart) {
     event.preventDefault();
   });
 
-  chart.tables.forEach((one) => {
-    const line = drawing("svg", { width: 24, height: 10, "aria-hidden": "true" });
-    line.append(stack || one.points
-      ? drawing("rect", { x: 7, width: 10, height: 10, fill: color(one.color) })
-      : drawing("line", { x1: 0, x2: 24, y1: 5, y2: 5, stroke: color(one.color), "stroke-width": 2.5,
-        "stroke-dasharray": one.dash.join(" ") }));
-    legend.append(element("button", { "aria-pressed": String(!off.has(one.name)), onclick: (event) => {
-      if (off.has(one.name)) off.delete(one.name); else off.add(one.name);
-      event.currentTarget.setAttribute("aria-pressed", String(!off.has(one.name)));
+  chart.tables.forEach((series) => {
+    const sample = drawing("svg", { width: 24, height: 10, "aria-hidden": "true" });
+    sample.append(stack || series.points
+      ? drawing("rect", { x: 7, width: 10, height: 10, fill: color(series.color) })
+      : drawing("line", { x1: 0, x2: 24, y1: 5, y2: 5, stroke: color(series.color), "stroke-width": 2.5,
+        "stroke-dasharray": series.dash.join(" ") }));
+    legend.append(element("button", { "aria-pressed": String(!off.has(series.name)), onclick: (event) => {
+      if (off.has(series.name)) off.delete(series.name); else off.add(series.name);
+      event.currentTarget.setAttribute("aria-pressed", String(!off.has(series.name)));
       draw();
-    } }, line, one.name));
+    } }, sample, series.name));
   });
   const kinds = [...new Set(chart.marks.map((mark) => mark.kind))].filter((kind) => MARKS[kind]);
   if (kinds.length) {
@@ -473,7 +473,7 @@ function chartCard(chart) {
   return card;
 }
 
-// Some room above and below; a stack begins at 0, and ends at its ceiling.
+// Returns the range of the y axis: some margin above and below; a stack begins at 0 and ends at its ceiling.
 function inView(low, high, stack, ceiling) {
   if (low === null || high === null) return [0, 1];
   if (ceiling !== null && ceiling !== undefined && high > ceiling) return [0, ceiling];
@@ -503,12 +503,12 @@ function drawMarks(self, marks) {
   ctx.restore();
 }
 
-// The whole.
+// The whole page.
 
 function render(data) {
   newest = data;
   const held = document.activeElement && document.activeElement.closest("[data-chart]");
-  for (const one of drawn) if (one.destroy) one.destroy();
+  for (const part of drawn) if (part.destroy) part.destroy();
   drawn = [];
   const runs = data.runs;
   const grid = element("div", { class: "charts" }, ...chartsOf(runs).map(chartCard));
@@ -518,11 +518,11 @@ function render(data) {
     element("nav", { "aria-label": "Parts of the report" }, ...links.map(([id, name]) => element("a", { href: `#${id}` }, name))),
     ...runs.flatMap((run) => [failuresOf(run), stragglersOf(run), adviceOf(run)].filter(Boolean).map((part) => titled(part, run, runs))),
     element("section", { id: "charts" }, element("h2", {}, "Charts"),
-      element("p", { class: "soft" }, "Drag to zoom, double click to see all again; or use the keyboard: arrows, + − 0."), grid),
+      element("p", { class: "soft" }, "Drag to zoom, double click to reset; or use the keyboard: arrows, + − 0."), grid),
     element("div", { id: "time" }, ...runs.flatMap((run) =>
       [samplesOf(run), goodputOf(run), attemptsOf(run), processesOf(run), scalingOf(run)].filter(Boolean).map((part) => titled(part, run, runs)))),
     configOf(runs, data.config_differences),
-    element("p", { class: "soft" }, `Made ${moment(data.made)} by jaxmnt ${data.jaxmnt} from the run's own lines. ` +
+    element("p", { class: "soft" }, `Made ${moment(data.made)} by jaxmnt ${data.jaxmnt} from the records of the run. ` +
       "Charts: uPlot 1.6.32 by Leon Sorokin, MIT licence."));
   redraw();
   if (held) {
@@ -537,10 +537,10 @@ function titled(part, run, runs) {
 }
 
 function redraw() {
-  for (const one of drawn) one.draw();
+  for (const part of drawn) part.draw();
 }
 
-// Where a report is served live: asks for its data again and again, and shows what is new.
+// Polls the server of a live report for new data, and shows it.
 async function watch(seconds) {
   let version = null;
   for (;;) {
@@ -549,9 +549,9 @@ async function watch(seconds) {
       const answer = await fetch("data.json", { headers: version ? { "If-None-Match": version } : {} });
       if (answer.status === 200) {
         version = answer.headers.get("ETag");
-        const [x, y] = [scrollX, scrollY], open = [...document.querySelectorAll("details")].map((one) => one.open);
+        const [x, y] = [scrollX, scrollY], open = [...document.querySelectorAll("details")].map((details) => details.open);
         render(await answer.json());
-        document.querySelectorAll("details").forEach((one, place) => { one.open = !!open[place]; });
+        document.querySelectorAll("details").forEach((details, index) => { details.open = !!open[index]; });
         scrollTo(x, y);
       }
       document.title = document.title.replace(/ \(not reached\)$/, "");
@@ -561,12 +561,12 @@ async function watch(seconds) {
   }
 }
 
-const given = JSON.parse(document.getElementById("data").textContent);
-render(given);
+const report = JSON.parse(document.getElementById("data").textContent);
+render(report);
 let waiting = 0;
 addEventListener("resize", () => {
   cancelAnimationFrame(waiting);
-  waiting = requestAnimationFrame(() => drawn.forEach((one) => one.resize()));
+  waiting = requestAnimationFrame(() => drawn.forEach((part) => part.resize()));
 });
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => render(newest));
-if (given.watch_seconds) watch(given.watch_seconds);
+if (report.watch_seconds) watch(report.watch_seconds);
