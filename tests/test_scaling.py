@@ -113,7 +113,7 @@ def test_processes_have_gpus_of_their_own(tiny_file, monkeypatch):
     scaling._launch(request, 3, Path("nowhere"), ["--config", "x"])
     [(arguments, environment)] = called
     assert environment == {"CUDA_VISIBLE_DEVICES": "0,1,2,3,6,7"} and "--devices-per-process" not in arguments
-    assert not scaling._can_calibrate(request)
+    assert not scaling._should_calibrate(request)
 
 
 @pytest.mark.parametrize("ran", [False, True])
@@ -132,7 +132,7 @@ def test_a_job_that_never_ran_is_not_an_earlier_one(tiny_file, tmp_path, monkeyp
         return "job 7 submitted"
 
     monkeypatch.setattr(scaling, "_call", call)
-    monkeypatch.setattr(scaling, "_is_there", lambda job: False)
+    monkeypatch.setattr(scaling, "_is_queued", lambda job: False)
     with contextlib.nullcontext() if ran else pytest.raises(UserError, match="job 7"):
         scaling._submit(request, 1, tmp_path, [])
 
@@ -168,7 +168,7 @@ def test_each_round_has_one_run_of_each_case(tiny_file, monkeypatch):
 
     def run(request, mode, processes):
         ran.append((mode, processes))
-        return scaling._Measured(float(len(ran)), {}, processes, {}, (None, {}))
+        return scaling._RunMeasurement(float(len(ran)), {}, processes, {}, (None, {}))
 
     monkeypatch.setattr(scaling, "_run", run)
     study = scaling.measure(request, lambda line: None)

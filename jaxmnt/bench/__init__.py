@@ -1,1 +1,1 @@
-"""Measuring runs side by side."""
+"""Benchmarks that compare runs with each other."""

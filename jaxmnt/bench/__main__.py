@@ -1,9 +1,9 @@
 """python -m jaxmnt.bench scaling --config FILE --processes 1,2,4 [key=value …]
 
-Runs a config on rising numbers of processes, on this machine or as jobs of Slurm, and says how much of their speed is
-left: with as many rows a device (weak scaling) and as many rows in all (strong scaling). Processes on Slurm are nodes.
-The rows of the config are those of the first number. Predictions stand beside; on CPUs they are made of rates that are
-measured first.
+Runs a config on rising numbers of processes, on this machine or as Slurm jobs, and measures the efficiency: with the
+same number of rows per device (weak scaling) and with the same total number of rows (strong scaling). On Slurm, a
+process is a node. The batch of the config is that of the first number. Predicted step times are shown as well; on CPUs
+they use rates that are measured first.
 """
 
 import argparse
@@ -45,42 +45,44 @@ def main(arguments: list[str]) -> int:
 def _counts(text: str) -> tuple[int, ...]:
     counts = tuple(int(part) if part.strip().isdecimal() else 0 for part in text.split(","))
     if len(counts) < 2 or list(counts) != sorted(set(counts)) or counts[0] < 1:
-        told = ",".join(map(str, counts))
-        raise ConfigError(f"--processes: {told} must be two or more rising numbers from 1 up, such as 1,2,4")
+        numbers = ",".join(map(str, counts))
+        raise ConfigError(f"--processes: {numbers} must be two or more rising numbers from 1 up, such as 1,2,4")
     return counts
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
     parser = Parser("python -m jaxmnt.bench", description=__doc__, codes=HERE)
-    parser.add_argument("what", choices=["scaling"], help="the study")
+    parser.add_argument("what", choices=["scaling"], help="the benchmark to run")
     parser.add_argument("--config", required=True, type=Path, metavar="FILE", help="the config of the run")
     parser.add_argument("--processes", required=True, metavar="N,N…", help="rising numbers, such as 1,2,4")
     parser.add_argument("--mode", choices=["weak", "strong", "both"], default="both", help="default: both")
     parser.add_argument(
-        "--steps", type=int, default=30, help="of a run, of which the last two thirds count; default 30"
+        "--steps", type=int, default=30, help="steps of each run; the last two thirds count; default 30"
     )
-    parser.add_argument("--rounds", type=int, default=3, help="in which all take turns; default 3")
-    parser.add_argument("--slurm", action="store_true", help="submit jobs, and wait for them")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds; each runs every case once; default 3")
+    parser.add_argument("--slurm", action="store_true", help="submit Slurm jobs and wait for them")
     parser.add_argument(
-        "--devices-per-process", type=int, metavar="K", help="GPUs of each process, or virtual CPU devices"
+        "--devices-per-process", type=int, metavar="K", help="GPUs or virtual CPU devices of each process"
     )
-    parser.add_argument("--cores-per-process", type=int, metavar="K", help="bind each process to cores of its own")
+    parser.add_argument("--cores-per-process", type=int, metavar="K", help="bind each process to K cores of its own")
     parser.add_argument(
-        "--calibration", type=Path, metavar="FILE", help="rates of preflight --calibrate, by which steps are predicted"
+        "--calibration", type=Path, metavar="FILE", help="predict steps by these rates (from preflight --calibrate)"
     )
-    parser.add_argument("--no-prediction", action="store_true", help="predict nothing, and so measure no rates")
+    parser.add_argument("--no-prediction", action="store_true", help="predict no step times, and measure no rates")
     parser.add_argument(
-        "--output", type=Path, metavar="FOLDER", help="for the study and its runs; default run.dir/scaling"
+        "--output", type=Path, metavar="FOLDER", help="folder for the study and its runs; default run.dir/scaling"
     )
     parser.add_argument("--json", action="store_true", help="print the study as JSON instead of tables")
     parser.add_settings()
     options = parser.parse_intermixed_args(arguments)
-    for name, least in (("steps", 6), ("rounds", 1), ("devices_per_process", 1), ("cores_per_process", 1)):
+    for name, minimum in (("steps", 6), ("rounds", 1), ("devices_per_process", 1), ("cores_per_process", 1)):
         value = getattr(options, name)
-        if value is not None and value < least:
-            raise ConfigError(f"--{name.replace('_', '-')}: {value} must be {least} or more; correct it")
+        if value is not None and value < minimum:
+            raise ConfigError(f"--{name.replace('_', '-')}: {value} must be {minimum} or more; correct it")
     if options.slurm and (options.devices_per_process or options.cores_per_process):
-        raise ConfigError("--slurm: --devices-per-process and --cores-per-process are for this machine; leave them out")
+        raise ConfigError(
+            "--slurm: --devices-per-process and --cores-per-process apply to this machine only; leave them out"
+        )
     return options
 
 
