@@ -8,9 +8,9 @@ import pytest
 from conftest import ROOT, command
 
 from jaxmnt.config.load import load_config, parse_config
-from jaxmnt.drill.__main__ import _may_cut, main
-from jaxmnt.drill.course import shrunk
-from jaxmnt.drill.faults import FAULTS, WITH_MORE, chosen, starts
+from jaxmnt.drill.__main__ import _can_cut_links, main
+from jaxmnt.drill.course import shrink_config
+from jaxmnt.drill.faults import CORE_FAULTS, FAULTS, plan_starts, select_faults
 from jaxmnt.errors import ConfigError
 from jaxmnt.training.build import build_spec
 
@@ -46,7 +46,7 @@ def test_every_fault_with_two_processes_and_some_with_four(tiny_file, tmp_path):
     found = json.loads(result.stdout)
     kinds = {count: {row["fault"] for row in found if row["processes"] == count} for count in (2, 4)}
     assert len(kinds[2]) >= 14 and len(kinds[4]) >= 5
-    assert _may_cut([]) == any(row["fault"] == "cut link" for row in found)
+    assert _can_cut_links([]) == any(row["fault"] == "cut link" for row in found)
     assert all(row["well"] and row["named"] and row["identical"] and row["committed_lost"] == 0 for row in found)
     limits = {"cut link": 60, "stopped process": 60, "hang in reading data": 60}
     for row in found:
@@ -55,27 +55,27 @@ def test_every_fault_with_two_processes_and_some_with_four(tiny_file, tmp_path):
 
 def test_a_config_made_small_keeps_its_kinds_of_parallelism(tiny):
     config = tiny("mesh.data=1", "mesh.pipeline=4", "mesh.model=8", "mesh.fsdp=16", "model.num_layers=4")
-    mesh = shrunk(config, 8, 100).mesh.sizes()
+    mesh = shrink_config(config, 8, 100).mesh.sizes()
     assert mesh == {"data": 1, "pipeline": 2, "fsdp": 2, "context": 1, "expert": 1, "model": 2}
-    mesh = shrunk(config, 2, 100).mesh.sizes()
+    mesh = shrink_config(config, 2, 100).mesh.sizes()
     assert mesh["pipeline"] == 2 and mesh["fsdp"] == mesh["model"] == mesh["data"] == 1
     for name in ("quickstart", "llama-8b", "qwen-72b"):
-        small = shrunk(load_config(ROOT / "configs" / f"{name}.yaml"), 4, 100)
+        small = shrink_config(load_config(ROOT / "configs" / f"{name}.yaml"), 4, 100)
         assert small.model.hidden_size == 64 and small.train.steps == 100
     for preset in ("gemma2-2b", "gemma3-1b", "olmo3-7b", "gpt2"):  # whose stages end with a whole pattern
         split = {"pipeline": 2, "data": 1}
-        small = shrunk(parse_config({"model": {"preset": preset}, "mesh": split, "run": {"dir": "x"}}), 2, 100)
+        small = shrink_config(parse_config({"model": {"preset": preset}, "mesh": split, "run": {"dir": "x"}}), 2, 100)
         build_spec(small, small.model.vocab_size, jax.devices()[:2])
 
 
 def test_each_start_has_one_fault_that_ends_it():
-    planned = starts(list(FAULTS))
+    planned = plan_starts(list(FAULTS))
     assert [fault for start in planned for fault in start] == list(FAULTS)
     assert all([fault.ends for fault in start] == [False] * (len(start) - 1) + [True] for start in planned[:-1])
-    alone = starts(chosen("damaged checkpoint"))
+    alone = plan_starts(select_faults("damaged checkpoint"))
     assert [len(start) for start in alone] == [1, 1, 1], "there must be checkpoints to damage"
     assert planned[-1] == [] and all(len({fault.namespace for fault in start}) <= 1 for start in planned)
-    assert {fault.name for fault in FAULTS} >= set(WITH_MORE)
+    assert {fault.name for fault in FAULTS} >= set(CORE_FAULTS)
 
 
 @pytest.mark.parametrize(
@@ -85,8 +85,8 @@ def test_each_start_has_one_fault_that_ends_it():
         (["--processes", "1"], "--processes: '1' is not a list of different numbers from 2 up, such as 2,4"),
         (["--processes", "two"], "--processes: 'two' is not a list"),
         (["--processes", "2,2"], "is not a list of different numbers"),
-        (["--start", "srun 'x"], '--start: "srun \'x" cannot be taken apart: No closing quotation'),
-        (["--start", "srun", "--faults", "cut link"], "--faults: 'cut link' cannot be caused here"),
+        (["--start", "srun 'x"], '--start: "srun \'x" cannot be split into arguments: No closing quotation'),
+        (["--start", "srun", "--faults", "cut link"], "--faults: 'cut link' cannot be injected here"),
         (["--devices-per-process", "0"], "--devices-per-process: 0 is not a number from 1 up"),
         (["data.path=nowhere"], "data.path"),
         (["data.global_batch_sise=3"], "global_batch_size"),
@@ -101,12 +101,12 @@ def test_a_folder_that_is_no_drills_is_not_touched(tiny_file, tmp_path):
     (tmp_path / "drill").mkdir()
     (tmp_path / "drill" / "thesis.txt").write_text("all of it")
     result, out = drill(tiny_file, tmp_path, timeout=60)
-    assert result.returncode == 2 and "is not a drill's; choose another" in out
+    assert result.returncode == 2 and "was not made by a drill; choose another" in out
     assert (tmp_path / "drill" / "thesis.txt").exists()
 
 
 def test_faults_by_name():
-    assert len(chosen(None)) == len(FAULTS)
-    assert [fault.name for fault in chosen("exit 0, kill in a step")] == ["kill in a step", "exit 0"]
+    assert len(select_faults(None)) == len(FAULTS)
+    assert [fault.name for fault in select_faults("exit 0, kill in a step")] == ["kill in a step", "exit 0"]
     with pytest.raises(ConfigError, match="unknown fault"):
-        chosen("rain")
+        select_faults("rain")

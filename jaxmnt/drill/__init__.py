@@ -1,1 +1,1 @@
-"""The drill: the failures of a long run, forced beforehand on the same config made small."""
+"""The drill: injects the failures of a long run into a small version of its config, before the run."""

@@ -1,4 +1,4 @@
-"""The faults that a drill can force: where, on whom, and what should be heard of them."""
+"""The faults that a drill can inject: when, into which process, and which event should report them."""
 
 from dataclasses import dataclass
 
@@ -9,29 +9,29 @@ EVERYONE = None
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault. `inject.py` knows the moments and the acts."""
+    """One fault. `inject.py` implements the moments and the acts."""
 
     name: str
     act: str
     moment: str
     victim: int | None
-    """A process's number; None is all of them."""
-    heard: str
-    """The kind of event by which the others, or all, should know it."""
+    """Number of the process; None for all processes."""
+    expected_event: str
+    """Kind of the event that should report the fault."""
     offset: int = 6
-    """At which step or save after the start of the processes it comes."""
+    """The step or save, counted from the start of the processes, at which the fault happens."""
     ends: bool = True
-    """Whether the processes end over it."""
+    """True if the fault ends the processes."""
     namespace: bool = False
-    """Whether the processes are put into a network of their own, whose connections may be cut."""
+    """True if the fault needs a separate network namespace, in which connections can be cut."""
     resumes: bool = False
-    """Whether it comes in a start that has a checkpoint to go on from."""
+    """True if the fault needs a start that resumes from a checkpoint."""
 
 
-_ORDERLY = Fault("preempt all", "terminate", "mid-step", EVERYONE, "preempted")
+_ORDERLY_STOP = Fault("preempt all", "terminate", "mid-step", EVERYONE, "preempted")
 
 FAULTS = (
-    # What does not end the processes comes first: it happens in the same start as the next that does.
+    # Faults that do not end the processes come first: they share a start with the next one that does.
     Fault("NaN in a batch", "poison", "batch", EVERYONE, "bad_step", offset=3, ends=False),
     Fault("full disk in a save", "fill", "step", 1, "checkpoint_failed", offset=6, ends=False),
     Fault("kill in a step", "kill", "mid-step", 1, "peer_lost", offset=18),
@@ -42,7 +42,7 @@ FAULTS = (
     Fault("kill the coordinator", "kill", "mid-step", 0, "peer_lost"),
     Fault("damaged checkpoint", "damage", "start", 0, "checkpoint_damaged", ends=False, resumes=True),
     Fault("preempt one", "terminate", "step", 1, "preempted"),
-    _ORDERLY,
+    _ORDERLY_STOP,
     Fault("stopped process", "stop", "mid-step", 1, "peer_lost"),
     Fault("exception in a step", "raise", "step", 1, "peer_lost"),
     Fault("exception in prefetch", "raise", "prefetch", 1, "peer_lost"),
@@ -52,37 +52,38 @@ FAULTS = (
     Fault("cut link", "cut", "step", 1, "hang", namespace=True),
 )
 
-WITH_MORE = (
+CORE_FAULTS = (
     "kill in a step", "kill in a save", "kill the coordinator", "preempt one", "hang in reading data", "cut link",
 )  # fmt: skip
-"""What is tried with every number of processes but the first, unless faults are named."""
+"""The faults that are injected with every number of processes after the first, unless the user names faults."""
 
 
-def chosen(names: str | None) -> list[Fault]:
-    """The faults named, separated by commas, in the order of the table; None is all.
+def select_faults(names: str | None) -> list[Fault]:
+    """Returns the faults with these comma-separated names, in the order of the table; all faults for None.
 
-    Raises `ConfigError` for a name that is none.
+    Raises `ConfigError` for an unknown name.
     """
-    known = {fault.name: fault for fault in FAULTS}
-    wanted = list(known) if names is None else [name.strip() for name in names.split(",")]
-    for name in wanted:
-        if name not in known:
-            raise ConfigError(f"--faults: unknown fault {name!r}; {nearest(name, list(known))}")
-    return [fault for fault in FAULTS if fault.name in wanted]
+    all_names = [fault.name for fault in FAULTS]
+    requested = all_names if names is None else [name.strip() for name in names.split(",")]
+    for name in requested:
+        if name not in all_names:
+            raise ConfigError(f"--faults: unknown fault {name!r}; {nearest(name, all_names)}")
+    return [fault for fault in FAULTS if fault.name in requested]
 
 
-def starts(faults: list[Fault]) -> list[list[Fault]]:
-    """The faults of each start of the processes; the last start is one that nothing ends.
+def plan_starts(faults: list[Fault]) -> list[list[Fault]]:
+    """Returns the faults of each start of the processes. The last start is ended by no fault.
 
-    The first two are orderly stops, where a fault needs checkpoints that no other leaves before it.
+    If a fault needs a checkpoint and no earlier fault leaves one, two orderly stops come first.
     """
-    found: list[list[Fault]] = [[]]
+    starts: list[list[Fault]] = [[]]
     for fault in faults:
-        if fault.resumes and len(found) == 1:
-            found = [[*found[0], _ORDERLY], [_ORDERLY], []]
-        if any(fault.namespace != other.namespace for other in found[-1]):
-            found.append([])
-        found[-1].append(fault)
+        if fault.resumes and len(starts) == 1:
+            starts = [[*starts[0], _ORDERLY_STOP], [_ORDERLY_STOP], []]
+        # All faults of a start run either inside a network namespace or outside.
+        if any(fault.namespace != earlier.namespace for earlier in starts[-1]):
+            starts.append([])
+        starts[-1].append(fault)
         if fault.ends:
-            found.append([])
-    return found
+            starts.append([])
+    return starts

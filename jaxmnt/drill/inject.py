@@ -1,7 +1,7 @@
 """python -m jaxmnt.drill.inject PLAN -- [arguments of jaxmnt.train]
 
-Trains as jaxmnt.train does, and causes the faults of a plan in this process at their moments. A plan is written by the
-drill, and says in which process what happens.
+Trains as jaxmnt.train does, and injects the faults of a plan into this process at their moments. The drill writes the
+plan, which says what happens in which process.
 """
 
 import json
@@ -27,19 +27,19 @@ from jaxmnt.run.arguments import parse_arguments
 from jaxmnt.strict_json import json_text
 
 _FILE_BYTES = 100_000
-"""With a full disk a file can be no larger: events still fit, the state does not."""
+"""Largest file while the disk is "full": events still fit, the train state does not."""
 _IDLE_SECONDS, _SOON_SECONDS = 1.0, 0.02
 _STEP_SECONDS = 0.1
-"""A tiny model's steps are slowed down to this, so that between two checkpoints there is time to write one."""
-_FOR_EVER_SECONDS = 1e6
-_EVALUATED = 2
+"""Added to each step of the tiny model, so that a checkpoint is written before the next one is due."""
+_HANG_SECONDS = 1e6
+_EVAL_BATCHES = 2
 """Batches of an evaluation."""
 _SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "terminate": signal.SIGTERM}
-"""Acts that are a signal to this process."""
+"""Acts that send a signal to this process."""
 
 
 class DrillError(RuntimeError):
-    """Raised on purpose."""
+    """The exception that the drill raises on purpose."""
 
 
 def main(arguments: list[str]) -> int:
@@ -47,9 +47,9 @@ def main(arguments: list[str]) -> int:
     options = parse_arguments(train_arguments)
     config = load_config(options.config, options.overrides)
     identity = identify(config.cluster)
-    told = json.loads(Path(plan).read_text(encoding="utf-8"))
-    faults = [Fault(**fault) for fault in told["faults"]]
-    injector = FaultInjector(identity, Path(told["journal"]), config.run_dir)
+    content = json.loads(Path(plan).read_text(encoding="utf-8"))
+    faults = [Fault(**fault) for fault in content["faults"]]
+    injector = FaultInjector(identity, Path(content["journal"]), config.run_dir)
     injector.pace([fault.offset for fault in faults if fault.moment == "idle"])
     for fault in faults:
         if fault.victim in (None, identity.process_id):
@@ -58,14 +58,14 @@ def main(arguments: list[str]) -> int:
 
 
 class FaultInjector:
-    """Causes faults in this process. Everything it touches it wraps: what is wrapped goes on as before."""
+    """Injects faults into this process by wrapping functions, which otherwise work as before."""
 
     def __init__(self, identity: Identity, journal: Path, run_dir: Path):
         self._identity, self._journal, self._run_dir = identity, journal, run_dir
         self._staged_step = 0
 
     def arm(self, fault: Fault) -> None:
-        """Prepares a fault for its moment."""
+        """Arranges for a fault to happen at its moment."""
         from jaxmnt.checkpoint import saver
         from jaxmnt.data.batches import TrainingData
         from jaxmnt.data.feed import Feed
@@ -80,30 +80,31 @@ class FaultInjector:
             _wrap(Feed, "stage", after=lambda feed: self._poison(fault, feed))
         else:
             owner, name, before = {
-                "step": (Feed, "take", _nth(fault.offset, act)),
-                # The devices are busy with a step when the next batch is staged.
-                "mid-step": (Feed, "stage", _nth(fault.offset + 1, act)),
-                "idle": (Feed, "take", _nth(fault.offset, later(_IDLE_SECONDS / 2))),
-                "save": (saver, "_written", _nth(fault.offset, act)),
+                "step": (Feed, "take", _on_call(fault.offset, act)),
+                # When the next batch is staged, the devices are busy with a step.
+                "mid-step": (Feed, "stage", _on_call(fault.offset + 1, act)),
+                "idle": (Feed, "take", _on_call(fault.offset, later(_IDLE_SECONDS / 2))),
+                "save": (saver, "_written", _on_call(fault.offset, act)),
                 "restore": (starting_state, "restore", later(_SOON_SECONDS)),
                 "compile": (compiling, "compile_program", later(_SOON_SECONDS)),
-                "prefetch": (TrainingData, "batch", _nth(fault.offset, act)),
+                "prefetch": (TrainingData, "batch", _on_call(fault.offset, act)),
             }[fault.moment]
             _wrap(owner, name, before=before)
 
     def pace(self, idle_steps: list[int]) -> None:
-        """Slows steps down, and some of them by more, and makes evaluations short. In all processes."""
+        """Slows all steps down, the idle steps by more, and shortens evaluations. Called in all processes."""
         from jaxmnt.data.batches import EvaluationData
         from jaxmnt.data.feed import Feed
 
         batches = EvaluationData.batches
-        some = lambda *given, **named: islice(batches(*given, **named), _EVALUATED)
-        setattr(EvaluationData, "batches", some)  # noqa: B010 (mypy allows no method to be assigned)
+        first_batches = lambda *arguments, **keywords: islice(batches(*arguments, **keywords), _EVAL_BATCHES)
+        setattr(EvaluationData, "batches", first_batches)  # noqa: B010 (mypy allows no method to be assigned)
         _wrap(Feed, "take", before=lambda *_: time.sleep(_STEP_SECONDS))
         for step in idle_steps:
-            _wrap(Feed, "take", before=_nth(step, lambda *_: time.sleep(_IDLE_SECONDS)))
+            _wrap(Feed, "take", before=_on_call(step, lambda *_: time.sleep(_IDLE_SECONDS)))
 
     def _act(self, fault: Fault) -> None:
+        """Causes a fault now."""
         if fault.act == "fill":
             self._fill_disk(fault)
             return
@@ -113,11 +114,11 @@ class FaultInjector:
         elif fault.act == "exit":
             os._exit(0)
         elif fault.act == "hang":
-            time.sleep(_FOR_EVER_SECONDS)
+            time.sleep(_HANG_SECONDS)
         elif fault.act == "raise":
-            _raise()
+            _raise_drill_error()
         elif fault.act == "raise in a thread":
-            threading.Thread(target=_raise, name="drill").start()
+            threading.Thread(target=_raise_drill_error, name="drill").start()
             time.sleep(_IDLE_SECONDS)
         elif fault.act == "damage":
             damage_newest(self._run_dir)
@@ -127,7 +128,7 @@ class FaultInjector:
             raise AssertionError(fault.act)
 
     def _note(self, fault: Fault) -> None:
-        """Into the journal, before it happens."""
+        """Writes a fault to the journal, before it happens."""
         record = {"kind": "fault", "fault": fault.name, "process": self._identity.process_id, "time": time.time()}
         with self._journal.open("a", encoding="utf-8") as journal:
             journal.write(json_text(record) + "\n")
@@ -136,8 +137,11 @@ class FaultInjector:
         self._staged_step = start_step
 
     def _poison(self, fault: Fault, feed: Any) -> None:
-        """Makes the weights of the batch just staged no numbers, if it is that step's. In all processes: it is one
-        array. It is the data that is bad, so whoever takes that step finds it so."""
+        """Sets the weights of the staged batch to NaN if the batch is that of the fault's step.
+
+        All processes do it, since the batch is one array. The data itself counts as bad, so every start that takes this
+        step poisons it.
+        """
         self._staged_step += 1
         if self._staged_step != fault.offset:
             return
@@ -146,21 +150,21 @@ class FaultInjector:
         feed._staged = batch | {"weights": batch["weights"] * float("nan")}, digest
 
     def _fill_disk(self, fault: Fault) -> None:
-        """Lets no file of this process grow, until a save has failed over it."""
+        """Limits the size of this process's files until a save has failed."""
         from jaxmnt.run.saves import CheckpointManager
 
         self._note(fault)
-        _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
-        allow = lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, most))
-        allow(_FILE_BYTES)
-        _wrap(CheckpointManager, "_report_failure", before=lambda *_: allow(most))
+        _, hard_limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+        limit_files = lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard_limit))
+        limit_files(_FILE_BYTES)
+        _wrap(CheckpointManager, "_report_failure", before=lambda *_: limit_files(hard_limit))
 
 
 def damage_newest(run_dir: Path) -> None:
-    """Flips a bit in the middle of the largest file of the newest checkpoint that is whole: another may be cut off."""
-    whole = newest_valid(run_dir / "checkpoints")
-    assert whole is not None
-    newest = Path(str(whole.path))
+    """Flips a bit in the middle of the largest file of the newest valid checkpoint; newer ones may be incomplete."""
+    checkpoint = newest_valid(run_dir / "checkpoints")
+    assert checkpoint is not None
+    newest = Path(str(checkpoint.path))
     largest = max((path for path in newest.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
     raw = bytearray(largest.read_bytes())
     raw[len(raw) // 2] ^= 1
@@ -168,37 +172,38 @@ def damage_newest(run_dir: Path) -> None:
 
 
 def cut_connections(identity: Identity) -> None:
-    """Drops, without a word to either side, what this process exchanges with others but not with the coordinator.
+    """Silently drops the packets of this process's connections, except those to the coordinator.
 
-    By routing rules, in a network of our own only.
+    Uses routing rules, so it must run in a separate network namespace.
     """
     _, coordinator = identity.address
     _ip("rule", "add", "pref", "100", "lookup", "local")
     _ip("rule", "del", "pref", "0")
-    for here, there in _connections():
-        if coordinator not in (here, there):
-            for source, target in ((here, there), (there, here)):
+    for local, remote in _connections():
+        if coordinator not in (local, remote):
+            for source, target in ((local, remote), (remote, local)):
                 ports = ("sport", str(source), "dport", str(target))
                 _ip("rule", "add", "pref", "10", "ipproto", "tcp", *ports, "blackhole")
 
 
 def _connections() -> list[tuple[int, int]]:
-    """The ports, here and there, of the established TCP connections of this process."""
+    """Returns the local and the remote port of each established TCP connection of this process."""
     inodes = set()
     for descriptor in Path("/proc/self/fd").iterdir():
         try:
-            found = re.fullmatch(r"socket:\[(\d+)\]", str(descriptor.readlink()))
-        except OSError:  # closed meanwhile
+            socket = re.fullmatch(r"socket:\[(\d+)\]", str(descriptor.readlink()))
+        except OSError:  # the descriptor was closed meanwhile
             continue
-        if found:
-            inodes.add(found[1])
-    established, pairs = "01", []
+        if socket:
+            inodes.add(socket[1])
+    established = "01"
+    pairs = []
     for table in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
         for line in Path(table).read_text().splitlines()[1:]:
             fields = line.split()
             if fields[3] == established and fields[9] in inodes:
-                here, there = (int(address.rpartition(":")[2], 16) for address in fields[1:3])
-                pairs.append((here, there))
+                local, remote = (int(address.rpartition(":")[2], 16) for address in fields[1:3])
+                pairs.append((local, remote))
     return pairs
 
 
@@ -206,12 +211,12 @@ def _ip(*arguments: str) -> None:
     subprocess.run(["ip", *arguments], check=True)
 
 
-def _raise() -> None:
+def _raise_drill_error() -> None:
     raise DrillError("raised by the drill")
 
 
-def _nth(number: int, act: Callable[..., None]) -> Callable[..., None]:
-    """Acts at one call of many, counted from 1."""
+def _on_call(number: int, act: Callable[..., None]) -> Callable[..., None]:
+    """Returns a function that calls `act` only when it is called for the `number`-th time, counted from 1."""
     calls = count(1)
 
     def counted(*arguments: Any) -> None:
@@ -221,19 +226,19 @@ def _nth(number: int, act: Callable[..., None]) -> Callable[..., None]:
     return counted
 
 
-def _nothing(*_: Any) -> None:
+def _do_nothing(*_: Any) -> None:
     pass
 
 
 def _wrap(
-    owner: Any, name: str, *, before: Callable[..., None] = _nothing, after: Callable[..., None] = _nothing
+    owner: Any, name: str, *, before: Callable[..., None] = _do_nothing, after: Callable[..., None] = _do_nothing
 ) -> None:
-    """Has a function or method of `owner` call these around itself, with its own arguments."""
+    """Makes a function or method of `owner` call `before` and `after` around itself, with its positional arguments."""
     original = getattr(owner, name)
 
-    def wrapped(*arguments: Any, **named: Any) -> Any:
+    def wrapped(*arguments: Any, **keywords: Any) -> Any:
         before(*arguments)
-        result = original(*arguments, **named)
+        result = original(*arguments, **keywords)
         after(*arguments)
         return result
 

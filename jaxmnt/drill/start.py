@@ -1,6 +1,6 @@
 """python -m jaxmnt.drill.start PROCESSES DEVICES PLAN -- [arguments of jaxmnt.train]
 
-Starts processes on this machine that cause the faults of a plan, and ends as `jaxmnt.launch local` would.
+Starts processes on this machine that inject the faults of a plan, and exits as `jaxmnt.launch local` would.
 """
 
 from jaxmnt.commands import run_command
