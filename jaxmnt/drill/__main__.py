@@ -49,9 +49,9 @@ def main(arguments: list[str]) -> int:
     print(to_json(results) if options.json else table(results))
     failed = [finding for finding in results if not finding.passed]
     for finding in failed:
-        tell(f"{finding.fault} with {finding.processes} processes failed. {finding.otherwise}")
+        tell(f"{finding.fault} with {finding.processes} processes was not handled correctly. {finding.otherwise}")
     if failed:
-        tell(f"{len(failed)} of {len(results)} faults failed; all files are kept in {folder}")
+        tell(f"{len(failed)} of {len(results)} faults were not handled correctly; all files are kept in {folder}")
         return ExitCode.FAILURE
     if not options.keep:
         shutil.rmtree(folder)

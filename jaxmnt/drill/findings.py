@@ -54,8 +54,8 @@ def findings(drill: Drill, baseline: Path) -> list[Finding]:
     for attempt, following in zip(drill.attempts, [*drill.attempts[1:], None], strict=True):
         for fault in attempt.faults:
             after = following if fault.ends and following is not None else attempt
-            same = all((step, loss) in expected.items() for step, loss in after.losses.items())
-            results.append(_finding(drill, fault, attempt, following, identical=same))
+            identical = all((step, loss) in expected.items() for step, loss in after.losses.items())
+            results.append(_finding(drill, fault, attempt, following, identical=identical))
     last = drill.attempts[-1]
     finished_equal = last.code == ExitCode.FINISHED and last.losses == expected
     if finished_equal and _final_state(drill.run_dir) == _final_state(baseline):

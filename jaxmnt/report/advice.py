@@ -80,7 +80,7 @@ _EVALUATION_SHARE = 0.10
 """Advice is given if evaluations take a larger share of the run."""
 
 
-def _input(run: _RunView) -> Iterator[Advice]:
+def _input_bound(run: _RunView) -> Iterator[Advice]:
     share = run.phases.get("data", 0.0) / run.typical
     if share > _INPUT_SHARE:
         yield Advice(
@@ -91,7 +91,7 @@ def _input(run: _RunView) -> Iterator[Advice]:
         )
 
 
-def _communication(run: _RunView) -> Iterator[Advice]:
+def _communication_bound(run: _RunView) -> Iterator[Advice]:
     by_axis = run.program.get("expected_exposed_seconds")
     if not isinstance(by_axis, dict) or not by_axis:
         return
@@ -108,7 +108,7 @@ def _communication(run: _RunView) -> Iterator[Advice]:
         )
 
 
-def _expected(run: _RunView) -> Iterator[Advice]:
+def _slower_than_expected(run: _RunView) -> Iterator[Advice]:
     step = number(run.program, "expected_step_seconds")
     if step and run.typical > _SLOWDOWN * step:
         yield Advice(
@@ -120,7 +120,7 @@ def _expected(run: _RunView) -> Iterator[Advice]:
         )
 
 
-def _bubble(run: _RunView) -> Iterator[Advice]:
+def _pipeline_bubble(run: _RunView) -> Iterator[Advice]:
     idle = number(run.program, "idle_share")
     share = idle / (1 + idle)
     if share > IDLE_SHARE:
@@ -133,7 +133,7 @@ def _bubble(run: _RunView) -> Iterator[Advice]:
         )
 
 
-def _memory(run: _RunView) -> Iterator[Advice]:
+def _unused_memory(run: _RunView) -> Iterator[Advice]:
     memory = run.program.get("memory")
     if not isinstance(memory, dict) or not number(memory, "limit"):
         return
@@ -150,7 +150,7 @@ def _memory(run: _RunView) -> Iterator[Advice]:
         yield Advice("memory unused", evidence, "try a larger train.microbatch_size: it uses the devices better", 0.0)
 
 
-def _checkpoints(run: _RunView) -> Iterator[Advice]:
+def _checkpoint_interval(run: _RunView) -> Iterator[Advice]:
     """Reports a save interval that is too short or too long.
 
     An interval t costs the share C / t for saves that take C, and t / 2M for lost steps with a failure every M.
@@ -247,7 +247,7 @@ def _learning_rate(run: _RunView) -> Iterator[Advice]:
             )
 
 
-def _batch(run: _RunView) -> Iterator[Advice]:
+def _batch_size(run: _RunView) -> Iterator[Advice]:
     """Reports a batch above the gradient noise scale.
 
     A batch as large as the noise scale needs twice the tokens of the smallest batches to reach the same loss.
@@ -269,8 +269,8 @@ def _batch(run: _RunView) -> Iterator[Advice]:
 
 
 RULES: tuple[Callable[[_RunView], Iterator[Advice]], ...] = (
-    _input, _communication, _expected, _bubble, _memory, _checkpoints, _slow_hosts, _recompilations, _evaluations,
-    _learning_rate, _batch,
+    _input_bound, _communication_bound, _slower_than_expected, _pipeline_bubble, _unused_memory, _checkpoint_interval,
+    _slow_hosts, _recompilations, _evaluations, _learning_rate, _batch_size,
 )  # fmt: skip
 
 

@@ -161,27 +161,27 @@ def _resources(lines: Sequence[Record]) -> Iterable[Chart]:
         all_zero = not any(value for of_field in series for value in of_field.values)
         return Chart(id, title, what, unit, steps, [] if all_zero else series)
 
-    most, mean, least = "max", "mean", "min"
+    maximum, mean, minimum = "max", "mean", "min"
     yield chart("memory", "Memory", "Maximum over devices and over host processes.", "GiB", {
-        "device, in use": ("device_bytes", most), "device, peak": ("device_peak_bytes", most),
-        "host process": ("host_bytes", most),
+        "device, in use": ("device_bytes", maximum), "device, peak": ("device_peak_bytes", maximum),
+        "host process": ("host_bytes", maximum),
     }, 1 / _GIB)  # fmt: skip
     yield chart("gpu_load", "GPU utilisation", "Share of time in which a kernel ran.", "%", {
-        "mean": ("gpu_utilisation", mean), "lowest": ("gpu_utilisation", least),
+        "mean": ("gpu_utilisation", mean), "lowest": ("gpu_utilisation", minimum),
     })  # fmt: skip
     yield chart("gpu_clock", "GPU clock", "Clock of the multiprocessors; the lowest shows a throttled GPU.", "MHz", {
-        "mean": ("gpu_clock_mhz", mean), "lowest": ("gpu_clock_mhz", least),
+        "mean": ("gpu_clock_mhz", mean), "lowest": ("gpu_clock_mhz", minimum),
     })  # fmt: skip
     yield chart("gpu_heat", "GPU temperature", "Temperature of the chips.", "°C", {
-        "mean": ("gpu_celsius", mean), "highest": ("gpu_celsius", most),
+        "mean": ("gpu_celsius", mean), "highest": ("gpu_celsius", maximum),
     })  # fmt: skip
     yield chart("gpu_power", "GPU power", "Power of one GPU.", "W", {
-        "mean": ("gpu_watts", mean), "highest": ("gpu_watts", most),
+        "mean": ("gpu_watts", mean), "highest": ("gpu_watts", maximum),
     })  # fmt: skip
     for links, title in (("network", "Network"), ("infiniband", "InfiniBand")):
         yield chart(links, title, "Rates at which a host sends and receives, summed over its ports.", "MB/s", {
             "sent, mean": (f"{links}_sent_per_second", mean), "received, mean": (f"{links}_received_per_second", mean),
-            "sent, most": (f"{links}_sent_per_second", most), "sent, least": (f"{links}_sent_per_second", least),
+            "sent, most": (f"{links}_sent_per_second", maximum), "sent, least": (f"{links}_sent_per_second", minimum),
         }, 1e-6)  # fmt: skip
 
 
@@ -205,8 +205,8 @@ def _reduce(chart: Chart) -> Chart:
 def _ceiling(values_SN: np.ndarray) -> float | None:
     """Returns an upper limit for a stack of S series of N values, if its highest steps are far above it; else None."""
     sums = np.nansum(values_SN, axis=0)
-    most = 1.3 * float(np.quantile(sums, 0.97))
-    return most if 0 < 3 * most < float(sums.max()) else None
+    limit = 1.3 * float(np.quantile(sums, 0.97))
+    return limit if 0 < 3 * limit < float(sums.max()) else None
 
 
 def _indices_to_draw(values_SN: np.ndarray, max_points: int, *, together: bool) -> list[int]:

@@ -18,7 +18,7 @@ Span = dict[str, Any]
 
 _STEPS, _PHASES, _EVENTS = 1, 2, 3
 """Tracks of a process."""
-_ALL = 1_000_000
+_ALL_PROCESSES = 1_000_000
 """Pseudo-process for spans that concern all processes."""
 _MAX_STEPS = 5000
 """Number of newest steps in the trace; with more, the file would be too large for a browser."""
@@ -30,7 +30,7 @@ def trace_of(runs: Sequence[str]) -> str:
     """Returns the trace of these run directories as JSON; each has its own range of process ids."""
     spans = []
     for index, run in enumerate(runs):
-        first = 10 * _ALL * index
+        first = 10 * _ALL_PROCESSES * index
         spans += [span | {"pid": span["pid"] + first} for span in _run_spans(Path(run))]
     return as_json({"traceEvents": spans, "displayTimeUnit": "ms"})
 
@@ -38,7 +38,7 @@ def trace_of(runs: Sequence[str]) -> str:
 def _run_spans(run_dir: Path) -> Iterator[Span]:
     attempts = read_attempts(run_dir)
     yield from _track_names(
-        _ALL, f"{run_dir}: all processes", {_STEPS: "steps", _PHASES: "phases, mean", _EVENTS: "attempts"}
+        _ALL_PROCESSES, f"{run_dir}: all processes", {_STEPS: "steps", _PHASES: "phases, mean", _EVENTS: "attempts"}
     )
     ends = {line["step"]: line["time"] for attempt in attempts for line in attempt.steps}
     first = sorted(ends)[-_MAX_STEPS:][0] if ends else 0
@@ -51,19 +51,27 @@ def _run_spans(run_dir: Path) -> Iterator[Span]:
 
 def _attempt_spans(attempt: Attempt, first: int) -> Iterator[Span]:
     """Yields an attempt, its steps from `first` on, and its evaluations."""
-    yield _span(_ALL, _EVENTS, f"attempt {attempt.number}", attempt.began, attempt.seconds, {"end": attempt.end})
+    yield _span(
+        _ALL_PROCESSES, _EVENTS, f"attempt {attempt.number}", attempt.began, attempt.seconds, {"end": attempt.end}
+    )
     for line in attempt.steps:
         if line["step"] < first:
             continue
         seconds = number(line, "step_seconds")
         metrics = {name: line.get(name) for name in ("loss", "grad_norm", "tokens_per_second", "mfu")}
-        yield _span(_ALL, _STEPS, f"step {line['step']}", line["time"] - seconds, seconds, metrics)
+        yield _span(_ALL_PROCESSES, _STEPS, f"step {line['step']}", line["time"] - seconds, seconds, metrics)
         if line["loss"] is not None:
-            yield {"ph": "C", "pid": _ALL, "name": "loss", "ts": _micro(line["time"]), "args": {"loss": line["loss"]}}
+            yield {
+                "ph": "C",
+                "pid": _ALL_PROCESSES,
+                "name": "loss",
+                "ts": _microseconds(line["time"]),
+                "args": {"loss": line["loss"]},
+            }
     for line in attempt.evals:
         seconds = number(line, "seconds")
         name = f"evaluation after step {line['step']}"
-        yield _span(_ALL, _STEPS, name, line["time"] - seconds, seconds, {"loss": line["loss"]})
+        yield _span(_ALL_PROCESSES, _STEPS, name, line["time"] - seconds, seconds, {"loss": line["loss"]})
 
 
 def _phase_spans(lines: Sequence[Record], ends: dict[int, float]) -> Iterator[Span]:
@@ -78,7 +86,7 @@ def _phase_spans(lines: Sequence[Record], ends: dict[int, float]) -> Iterator[Sp
         line = line | {
             "time": ends.get(line["step"], line["time"])
         }  # the line's own time is when process 0 received it
-        yield from _consecutive_phases(_ALL, line, mean)
+        yield from _consecutive_phases(_ALL_PROCESSES, line, mean)
         for process, seconds in enumerate(by_process if isinstance(by_process, list) else []):
             if isinstance(seconds, list) and len(seconds) == len(PHASES):
                 yield from _consecutive_phases(process, line, dict(zip(PHASES, seconds, strict=True)))
@@ -125,7 +133,7 @@ def _process_spans(
                 "pid": process,
                 "tid": _EVENTS,
                 "name": record["kind"],
-                "ts": _micro(time),
+                "ts": _microseconds(time),
                 "args": fields,
             }
 
@@ -140,10 +148,10 @@ def _span(
     process: int, track: int, name: str, began: float, seconds: float, arguments: dict[str, Any] | None = None
 ) -> Span:
     return {
-        "ph": "X", "pid": process, "tid": track, "name": name, "ts": _micro(began), "dur": round(1e6 * seconds),
+        "ph": "X", "pid": process, "tid": track, "name": name, "ts": _microseconds(began), "dur": round(1e6 * seconds),
         "args": arguments or {},
     }  # fmt: skip
 
 
-def _micro(seconds: float) -> int:
+def _microseconds(seconds: float) -> int:
     return round(1e6 * seconds)
