@@ -59,7 +59,9 @@ def folder_origin(folder: Folder, key: str) -> Origin:
     folder.check_tied_head(build_family(model, model.vocab_size or 0))
     file = folder.path / TOKENIZER_FILE
     rows = model.vocab_size or 0
-    tokenizer = tokenizer_of_file(file.read_text(encoding="utf-8"), rows) if file.is_file() else bytes_tokenizer(folder, rows)
+    tokenizer = (
+        tokenizer_of_file(file.read_text(encoding="utf-8"), rows) if file.is_file() else bytes_tokenizer(folder, rows)
+    )
     settings = f"python -m jaxmnt.convert settings {folder.path}"
     return Origin(key, str(folder.path), model, settings, tokenizer, str(file) if file.is_file() else BYTES)
 
