@@ -1,6 +1,7 @@
 """Settings of the documentation's site. Build it with scripts/docs."""
 
 import json
+import re
 import sys
 import tomllib
 from pathlib import Path
@@ -78,7 +79,14 @@ def link_to_included_pages(_: Sphinx, name: str, source: list[str]) -> None:
         source[0] = source[0].replace(f"](../{up}{outside}.md", f"]({up}{page}.md")
 
 
+def link_among_included_pages(_: Sphinx, path: Path, parent: str, content: list[str]) -> None:
+    """Points links of a page at the root of the repository to another such page at the site's pages."""
+    for outside, page in OUTSIDE.items():
+        content[0] = re.sub(rf"\]\({outside}\.md", f"]({page}.md", content[0])
+
+
 def setup(app: Sphinx) -> None:
     """Writes the generated page before Sphinx reads the sources."""
     write_settings()
     app.connect("source-read", link_to_included_pages)
+    app.connect("include-read", link_among_included_pages)
