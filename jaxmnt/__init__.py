@@ -30,7 +30,7 @@ def _before_jax() -> None:
     if "jax" not in sys.modules:
         from jaxmnt.distributed import local_gpus, quiet_plugin
 
-        local_gpus.keep_to_the_cpu(os.environ)
+        local_gpus.default_to_cpu(os.environ)
         quiet_plugin.install()
 
 

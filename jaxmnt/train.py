@@ -78,7 +78,11 @@ def meet_and_train(
             notes.run_opened()  # the events are those of the run, not of who takes its steps again
         stop = held.enter_context(
             stop_request(
-                config, identity, lambda why: early_exit.fail(why), early_exit.now, beside=options.replay is not None
+                config,
+                identity,
+                lambda why: early_exit.fail(why),
+                early_exit.exit_early,
+                beside=options.replay is not None,
             )
         )
         # All that training needs is imported here, so that it is not part of meeting the others.

@@ -176,9 +176,9 @@ def add_arguments(parser: Parser) -> None:
 
 def find_model(run: str, tokenizer: str | None) -> Named:
     """What `--run` and `--tokenizer` name. Raises `ConfigError` if a checkpoint or its vocabulary is not to be had."""
-    from jaxmnt.distributed.local_gpus import keep_to_the_cpu
+    from jaxmnt.distributed.local_gpus import default_to_cpu
 
-    keep_to_the_cpu(os.environ)  # before what imports JAX
+    default_to_cpu(os.environ)  # before what imports JAX
     from jaxmnt.checkpoint.refs import find, roots_of
     from jaxmnt.huggingface import companions
 

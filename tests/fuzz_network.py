@@ -65,8 +65,8 @@ def greeted(name: str, *, proven: bool = True) -> Callable[[Path], Any]:
                 heard = listener.wait(0.01)
                 rounds += not heard and over.is_set()
                 for connection, message in heard:
-                    outcome = outcome or server._hear(connection, message)
-            said = f"{server._missing('not connected yet')} {server._present()} {listener.account}"
+                    outcome = outcome or server._handle(connection, message)
+            said = f"{server._missing('not connected yet')} {server._present()} {listener.refusal_summary}"
             assert said.isprintable() and len(said) < 20_000, "what is told of those present"
             outcome = outcome or server._unreachable()
             peers = server.peers()
@@ -128,7 +128,7 @@ def answered(name: str, *, proven: bool = True) -> Callable[[Path], Any]:
             socket.create_connection = connect
             answering.start()
             caller = rendezvous._Client(Identity(1, 3, "127.0.0.1:1"), hello, _KEY, lambda: None)
-            peer = caller.report(time.monotonic() + 0.03, 0.03)
+            peer = caller.connect(time.monotonic() + 0.03, 0.03)
         finally:
             socket.create_connection = original
             here.close(), there.close()

@@ -177,7 +177,7 @@ def test_a_proof_that_comes_byte_by_byte_has_little_time(roll, monkeypatch):
 
 def test_the_oldest_of_the_largest_crowd_goes_first(roll, monkeypatch):
     """One who connects again and again displaces himself, and nobody at another address."""
-    monkeypatch.setattr(listener, "_STRANGERS_AT_MOST", 3)
+    monkeypatch.setattr(listener, "_MAX_STRANGERS", 3)
     start = roll(processes=2).come(0)
     with contextlib.ExitStack() as scope:
         elsewhere = scope.enter_context(
@@ -309,7 +309,7 @@ def test_a_file_system_without_links_has_a_key_as_well(tmp_path, monkeypatch):
 def test_the_launchers_key_counts_more(tmp_path):
     assert run_key(tmp_path, {"JAXMNT_RUN_KEY": f" {KEY.hex().upper()}\n"}) == KEY
     assert not list(tmp_path.iterdir())
-    with pytest.raises(ConfigError, match="JAXMNT_RUN_KEY: is not 64 hexadecimal digits") as raised:
+    with pytest.raises(ConfigError, match="JAXMNT_RUN_KEY: must be 64 hexadecimal digits") as raised:
         run_key(tmp_path, {"JAXMNT_RUN_KEY": "secret"})
     assert "secret" not in str(raised.value)
 
@@ -362,7 +362,7 @@ def test_process_0_listens_where_the_others_look_for_it(monkeypatch, coordinator
             raise OSError(None, "no such name")
         return known
 
-    monkeypatch.setattr(addresses, "resolved", resolved)
+    monkeypatch.setattr(addresses, "resolve", resolved)
     monkeypatch.setattr(addresses, "_is_ours", ours.__contains__)
     found = addresses.listening_address(Identity(0, 2, coordinator))
     assert found[0] == where and note in found[1] and bool(found[1]) == bool(note)
@@ -370,7 +370,7 @@ def test_process_0_listens_where_the_others_look_for_it(monkeypatch, coordinator
 
 def test_a_name_that_is_none_is_an_error_of_the_network():
     with pytest.raises(OSError, match="not the name of a host"):
-        addresses.resolved("a..b")
+        addresses.resolve("a..b")
 
 
 def test_what_connects_and_never_greets_is_no_process_0():

@@ -16,7 +16,7 @@ from jaxmnt.errors import ConfigError
 from jaxmnt.plan.calibration import Calibration, check_fits, read_calibration, summary, to_text
 from jaxmnt.plan.chips import CHIPS
 from jaxmnt.plan.rates import GRADIENT, WITHIN_HOST, Curve, Rates, rates_of
-from jaxmnt.preflight.calibrate import _Sent, calibrate, fitted
+from jaxmnt.preflight.calibrate import _Sent, calibrate, fit_collective
 
 H100 = CHIPS["h100"]
 SIZES = (64.0, 256.0, 4096.0)
@@ -51,7 +51,7 @@ def sent(start, step, rate, groups=(2, 8)):
 @given(st.floats(1e-7, 1e-2), st.floats(1e-8, 1e-3), st.floats(1e7, 1e12))
 def test_what_a_collective_takes_is_found_again(start, step, rate):
     told = sent(start, step, rate)
-    a, b, c = fitted(told)
+    a, b, c = fit_collective(told)
     for one in told:
         assert a + b * one.steps + one.bytes / c == pytest.approx(one.seconds, rel=1e-3)
 
@@ -59,16 +59,16 @@ def test_what_a_collective_takes_is_found_again(start, step, rate):
 def test_a_step_of_a_known_length_is_taken_from_the_start():
     """Of groups of one size; no more than there is."""
     told = sent(1e-4, 0.0, 1e9, groups=(8,))
-    start, step, rate = fitted(told, 1e-5)
+    start, step, rate = fit_collective(told, 1e-5)
     assert (start, step, rate) == pytest.approx((3e-5, 1e-5, 1e9))
-    assert fitted(told, 1e-3)[:2] == pytest.approx((0.0, 1e-4 / 7))
+    assert fit_collective(told, 1e-3)[:2] == pytest.approx((0.0, 1e-4 / 7))
 
 
 @pytest.mark.parametrize("difference", [-1e-5, 0.0, 2e-6])
 def test_a_difference_that_is_too_small_makes_nothing_free(difference):
     """Of two loops of half a millisecond: one of the collectives between was as good as not there."""
     told = [one._replace(unsure=5e-5) for one in sent(1e-4, 0.0, 2e9, groups=(2,))]
-    start, _, rate = fitted([told[0]._replace(seconds=difference), *told[1:]])
+    start, _, rate = fit_collective([told[0]._replace(seconds=difference), *told[1:]])
     assert 1e-5 < start < 1e-4 and rate == pytest.approx(2e9, rel=0.05)
 
 
@@ -76,7 +76,7 @@ def test_a_difference_that_is_too_small_makes_nothing_free(difference):
 def test_nothing_is_below_zero(seconds):
     """Whatever was measured, also when more bytes took less time."""
     told = [_Sent(1, payload, took) for payload, took in zip((1e4, 1e6, 1e8), seconds, strict=True)]
-    start, step, rate = fitted(told)
+    start, step, rate = fit_collective(told)
     assert start >= 0 and step == 0 and rate > 0  # with one size of groups, nothing is known of a step
 
 

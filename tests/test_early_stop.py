@@ -17,7 +17,7 @@ from test_authentication import Roll
 
 from jaxmnt.distributed import termination
 from jaxmnt.distributed.identity import Identity
-from jaxmnt.distributed.termination import ABANDONED, AbsentError, EarlyExit, ExitHandler, refuse_to_wait_for_ever
+from jaxmnt.distributed.termination import ABANDONED, AbsentError, EarlyExit, ExitHandler, check_abandoned_starts
 from jaxmnt.errors import ConfigError, PeerError
 from jaxmnt.run import preemption
 from jaxmnt.run.failed_start import FailedStartRecorder
@@ -235,12 +235,12 @@ VAIN = [peers(NOW - DAY - 600 + 1800 * number) for number in range(49)]
 def test_waiting_in_vain_has_an_end(records, for_ever):
     error = AbsentError("process 1 of 2 did not connect").blaming(processes=[1])
     if not for_ever:
-        refuse_to_wait_for_ever(records, error, NOW)
+        check_abandoned_starts(records, error, NOW)
         return
     with pytest.raises(
         ConfigError, match=r"process 1 of 2 did not connect; since .* no start of this run has connected all"
     ):
-        refuse_to_wait_for_ever(records, error, NOW)
+        check_abandoned_starts(records, error, NOW)
 
 
 def test_a_day_of_waiting_ends_with_exit_code_2(tiny):
@@ -275,11 +275,13 @@ def test_what_ends_a_process_before_it_has_met_the_others_is_noted(tiny):
 
 def test_leaving_gives_the_rendezvous_time_to_tell_the_others(monkeypatch):
     """What that raises ends the process then, and not the thread that heard the signal."""
-    monkeypatch.setattr(termination, "_TELLING_SECONDS", 0.2)
+    monkeypatch.setattr(termination, "_NOTIFY_SECONDS", 0.2)
     for raises in (True, False):
         exit_handler = Noted()
         early_exit = EarlyExit(Identity(1, 3, "h:1"), exit_handler)
-        thread = threading.Thread(target=lambda early_exit=early_exit: ignoring(early_exit.now, "SIGTERM"), daemon=True)
+        thread = threading.Thread(
+            target=lambda early_exit=early_exit: ignoring(early_exit.exit_early, "SIGTERM"), daemon=True
+        )
         with contextlib.suppress(PeerError), early_exit.during_rendezvous():
             thread.start()
             until(lambda early_exit=early_exit: early_exit.reason)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxmnt.config.schema import Cluster
-from jaxmnt.distributed.hostlist import counts_in, hosts_in
+from jaxmnt.distributed.hostlist import expand_counts, expand_hostlist
 from jaxmnt.distributed.identity import Identity, survey
 from jaxmnt.distributed.launchers import Machine
 from jaxmnt.errors import ConfigError
@@ -235,26 +235,26 @@ def test_a_survey_says_where_it_looked():
     ],
 )
 def test_hostlists(text, names):
-    assert hosts_in(text) == names
+    assert expand_hostlist(text) == names
 
 
 @pytest.mark.parametrize("text", ["", "n[", "n[1-", "n]1[", "n[3-1]", "n[a]", "n1,", "n[1-99999999]", "n[[1]]"])
 def test_what_is_no_hostlist(text):
     with pytest.raises(ValueError, match="is no"):
-        hosts_in(text)
+        expand_hostlist(text)
 
 
 @given(st.lists(st.integers(0, 400), min_size=1, max_size=20), st.integers(1, 5))
 def test_hosts_written_out_and_short_are_the_same(numbers, width):
     short = f"n[{','.join(str(number).zfill(width) for number in numbers)}]"
-    assert hosts_in(short) == [f"n{number:0{width}d}" for number in numbers]
+    assert expand_hostlist(short) == [f"n{number:0{width}d}" for number in numbers]
 
 
 def test_numbers_a_host():
-    assert counts_in("2(x3),1") == [2, 2, 2, 1] and counts_in("4") == [4]
+    assert expand_counts("2(x3),1") == [2, 2, 2, 1] and expand_counts("4") == [4]
     for text in ("", "2(x", "x", "2(3)"):
         with pytest.raises(ValueError, match="not a list of numbers"):
-            counts_in(text)
+            expand_counts(text)
 
 
 def test_huge_pages_are_asked_for_where_there_are_some(tmp_path, monkeypatch):

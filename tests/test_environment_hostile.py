@@ -6,7 +6,7 @@ import environments as env
 import pytest
 
 from jaxmnt.config.schema import Cluster
-from jaxmnt.distributed.hostlist import counts_in, hosts_in
+from jaxmnt.distributed.hostlist import expand_counts, expand_hostlist
 from jaxmnt.distributed.identity import survey
 from jaxmnt.distributed.launchers import Machine
 from jaxmnt.errors import ConfigError
@@ -83,7 +83,7 @@ def test_a_hostlist_that_would_take_gigabytes(text):
     tracemalloc.start()
     try:
         with pytest.raises(ValueError, match="is no") as raised:
-            hosts_in(text)
+            expand_hostlist(text)
         assert tracemalloc.get_traced_memory()[1] < 100 << 20
     finally:
         tracemalloc.stop()
@@ -91,14 +91,14 @@ def test_a_hostlist_that_would_take_gigabytes(text):
 
 
 def test_long_hostlists_are_read():
-    assert len(hosts_in("n[1-100000]")) == 100_000
-    assert hosts_in(",".join(f"n{number}" for number in range(9000)))[-1] == "n8999"
+    assert len(expand_hostlist("n[1-100000]")) == 100_000
+    assert expand_hostlist(",".join(f"n{number}" for number in range(9000)))[-1] == "n8999"
 
 
 @pytest.mark.parametrize("text", ["1(x99999),1(x99999)", "1(x" + "9" * 5000 + ")", "9" * 5000, "²(x2)", "1(x٣)"])
 def test_numbers_a_host_that_would_take_gigabytes(text):
     with pytest.raises(ValueError, match="is not a list of numbers"):
-        counts_in(text)
+        expand_counts(text)
 
 
 def test_another_address_of_process_0_is_not_the_same():

@@ -13,7 +13,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from jaxmnt.distributed.failure_detector import FailureDetector, Lost, account_of
+from jaxmnt.distributed.failure_detector import FailureDetector, Lost, describe_positions
 from jaxmnt.distributed.heartbeat import Link
 from jaxmnt.distributed.identity import Identity
 from jaxmnt.distributed.json_socket import JsonSocket
@@ -102,7 +102,7 @@ class Cluster:
         event = Lost("disconnected") if record is None else parse_message(record)
         if isinstance(event, Bye | Lost):
             del self[number].links[peer]
-        self.act(number, self[number].detector.hear(peer, event))
+        self.act(number, self[number].detector.on_event(peer, event))
 
     def waiting(self):
         """Who can receive a message from whom."""
@@ -247,12 +247,12 @@ def test_accounts():
     label = lambda process: f"p{process}"
     step = lambda number, **more: Position(number, "taking steps", settled=True, **more)
     same = {0: step(5), 1: step(5), 2: step(5)}
-    text, suspect = account_of(same, [], label)
+    text, suspect = describe_positions(same, [], label)
     assert suspect is None and "processes 0, 1, 2: in step 5" in text and "the network between them" in text
-    assert account_of(same | {1: step(4)}, [], label)[1] == 1
-    assert account_of(same | {1: step(4), 2: step(4)}, [], label)[1] is None, "two are behind"
-    assert account_of(same | {2: step(5, own=True)}, [], label)[1] == 2
-    text, suspect = account_of(same | {1: STARTING}, [2], label)
+    assert describe_positions(same | {1: step(4)}, [], label)[1] == 1
+    assert describe_positions(same | {1: step(4), 2: step(4)}, [], label)[1] is None, "two are behind"
+    assert describe_positions(same | {2: step(5, own=True)}, [], label)[1] == 2
+    text, suspect = describe_positions(same | {1: STARTING}, [2], label)
     assert suspect == 2 and text.startswith("No answer from p2. p1: starting")
 
 

@@ -263,9 +263,9 @@ def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for module, names in (
         (lock, ("_SILENCE_SECONDS", "_LEAVING_SECONDS", "_LOOK_SECONDS")),
-        (heartbeat, ("_GOING_LAST_SECONDS", "_MISSED_SECONDS")),
+        (heartbeat, ("_DRAIN_SECONDS", "_LOST_PEER_SECONDS")),
         (rendezvous, ("_RETRY_SECONDS", "_RETRY_REFUSED_SECONDS", "LOOK_SECONDS")),
-        (rendezvous_server, ("_TELLING_SECONDS",)),
+        (rendezvous_server, ("_NOTIFY_SECONDS",)),
         (writer, ("AWAITED_SECONDS", "_RETRY_SECONDS")),
         (authentication, ("_APPEARS_SECONDS",)),
     ):

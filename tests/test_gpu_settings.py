@@ -87,7 +87,7 @@ def initialize(): say(sys.argv[1].encode() + b"initialized\\n")
 IMPORTING = """
 import os, sys
 from jaxmnt.distributed import quiet_plugin
-quiet_plugin.has_plugin_for_plans_alone = lambda: "gpu" not in sys.argv
+quiet_plugin.has_cuda_plugin_without_gpu = lambda: "gpu" not in sys.argv
 if "closed" in sys.argv: sys.stderr = os.close(2)
 quiet_plugin.install()
 try:
@@ -176,4 +176,4 @@ def test_a_start_with_a_wrong_flag_ends_with_words(tiny_file, monkeypatch, how):
         monkeypatch.setenv("JAX_OPTIMIZATION_LEVEL", "O9")
         told = command(module, "--config", str(tiny_file))
         assert told.returncode == ExitCode.CONFIG and "Traceback" not in told.stderr
-        assert 'JAX does not take a variable: Invalid value "O9"' in told.stderr
+        assert 'JAX does not accept a variable: Invalid value "O9"' in told.stderr

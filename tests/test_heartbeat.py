@@ -16,7 +16,7 @@ from jaxmnt.distributed.heartbeat import Heartbeat, ending_on_exceptions_in_thre
 from jaxmnt.distributed.identity import Identity
 from jaxmnt.distributed.json_socket import JsonSocket
 from jaxmnt.distributed.messages import Position
-from jaxmnt.distributed.process_group import telling
+from jaxmnt.distributed.process_group import reporting_failures
 from jaxmnt.distributed.rendezvous import Peer
 from jaxmnt.distributed.termination import ExitHandler, ExitReason, StoppedError
 from jaxmnt.errors import ExitCode
@@ -76,7 +76,7 @@ class Cluster:
 def cluster(monkeypatch):
     """Makes clusters whose beats follow each other twenty times as fast."""
     monkeypatch.setattr("jaxmnt.distributed.heartbeat.BEAT_SECONDS", 0.05)
-    monkeypatch.setattr("jaxmnt.distributed.heartbeat._GOING_LAST_SECONDS", 0.05)
+    monkeypatch.setattr("jaxmnt.distributed.heartbeat._DRAIN_SECONDS", 0.05)
     with contextlib.ExitStack() as scope:
 
         def make():
@@ -111,7 +111,7 @@ def test_what_jax_says_of_a_lost_peer_ends_with_the_name_of_who_is_gone(cluster,
     made = cluster().start(1)
 
     def step():
-        with telling(made.heartbeats[0]):
+        with reporting_failures(made.heartbeats[0]):
             raise kind("UNKNOWN: Gloo AllGather failed: Connection closed by peer [127.0.0.1]:22218")
 
     threading.Thread(target=step, daemon=True).start()
@@ -187,13 +187,13 @@ def test_a_json_socket_takes_lines_apart_and_knows_the_end():
     assert connection.receive() == [{"kind": "a"}]
     one.sendall(b': "b"}\n{"kind": "c"}\n{"kind": "d"}\n')
     assert connection.receive_one(1) == {"kind": "b"} and connection.has_messages
-    assert connection.receive() == [{"kind": "c"}, {"kind": "d"}] and not connection.is_over()
+    assert connection.receive() == [{"kind": "c"}, {"kind": "d"}] and not connection.is_closed()
     one.sendall(b'{"kind": "e"}\nGET / HTTP/1.1\n')
     assert connection.receive() == [{"kind": "e"}] and connection.has_messages, "what precedes nonsense is heard"
     with pytest.raises(ValueError):
         connection.receive()
     one.close()
-    assert connection.is_over()
+    assert connection.is_closed()
     with pytest.raises(ConnectionError):
         connection.receive()
     with pytest.raises(ConnectionError):
@@ -323,4 +323,4 @@ def test_an_end_before_the_run_is_open_is_noted(tiny, has_opened, code, noted):
 
 class Acting(ExitHandler):
     def act(self, exit_reason):
-        self._run_hooks(exit_reason, told=True)
+        self._run_hooks(exit_reason, is_reported=True)

@@ -302,14 +302,14 @@ def test_a_host_whose_devices_do_not_start_is_named(monkeypatch, raised):
 
     monkeypatch.setattr(jax, "local_devices", local_devices)
     with pytest.raises(PreflightError, match=f"{socket.gethostname()}: .* look at nvidia-smi there") as error:
-        own.quick((0.0, 0.0))
+        own.quick_facts((0.0, 0.0))
     assert error.value.hosts == [socket.gethostname()]
 
 
 def test_a_host_that_should_have_gpus_does_not_train_on_its_cpu(monkeypatch):
     monkeypatch.setenv("JAX_PLATFORMS", "cuda,cpu")
     with pytest.raises(PreflightError, match="JAX_PLATFORMS=cuda,cpu, and JAX finds no GPU"):
-        own.quick((0.0, 0.0))
+        own.quick_facts((0.0, 0.0))
 
 
 def test_a_peers_loss_is_not_taken_for_devices_that_do_not_start(monkeypatch):
@@ -318,4 +318,4 @@ def test_a_peers_loss_is_not_taken_for_devices_that_do_not_start(monkeypatch):
 
     monkeypatch.setattr(jax, "local_devices", local_devices)
     with pytest.raises(PeerError, match="topology"):
-        own.quick((0.0, 0.0))
+        own.quick_facts((0.0, 0.0))

@@ -316,7 +316,7 @@ def test_no_process_0(address):
     ],
 )
 def test_misplaced_processes_are_named(address, monkeypatch, ids, processes, facts, words):
-    monkeypatch.setattr(rendezvous_server, "_TELLING_SECONDS", 0.5)
+    monkeypatch.setattr(rendezvous_server, "_NOTIFY_SECONDS", 0.5)
     outcomes = roll(address, ids, processes, facts=facts)
     assert all(isinstance(outcome, ConfigError) for outcome in outcomes), outcomes
     with pytest.raises(ConfigError, match=words):

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from conftest import losses
 
-from jaxmnt.distributed.heartbeat import ending_on_exceptions_in_threads, heartbeat_alone
+from jaxmnt.distributed.heartbeat import disconnected_heartbeat, ending_on_exceptions_in_threads
 from jaxmnt.distributed.identity import Identity
 from jaxmnt.errors import ConfigError, ExitCode
 from jaxmnt.telemetry.sinks import SinkRun, Sinks, packages_of, scalars, wanted_sinks
@@ -154,7 +154,7 @@ def test_a_full_disk_leaves_losses_and_checkpoints_as_they_are(tiny, tmp_path, c
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_an_exception_in_a_thread_of_a_sinks_library_ends_no_run(monkeypatch, capsys):
-    heartbeat, ended = heartbeat_alone(Identity()), []
+    heartbeat, ended = disconnected_heartbeat(Identity()), []
     monkeypatch.setattr(heartbeat, "end", lambda *reason: ended.append(reason))
 
     def fail():

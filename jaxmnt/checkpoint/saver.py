@@ -251,7 +251,7 @@ def _written(response: Any, round: Vote) -> bool:
             response.result(timeout=_POLL_SECONDS)
             return True
         except TimeoutError:
-            if round.over():
+            if round.has_failed():
                 return False
         except Exception as error:
             round.fail(_in_words(error))

@@ -1,1 +1,1 @@
-"""Which process am I, are all of us here, and how do we agree."""
+"""Identifies this process, connects the processes of a run, and lets them agree."""

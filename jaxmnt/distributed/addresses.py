@@ -1,4 +1,4 @@
-"""What names of hosts mean on this machine, and what is wrong when process 0 does not answer."""
+"""Resolves host names on this machine, and explains why process 0 does not answer."""
 
 import contextlib
 import ipaddress
@@ -12,46 +12,49 @@ from jaxmnt.distributed.local_gpus import gpus_here
 from jaxmnt.distributed.termination import AbsentError
 from jaxmnt.errors import PeerError, PreflightError, UserError
 
-_IN_A_POD = "KUBERNETES_SERVICE_HOST"
-"""Set by Kubernetes, where a pod has a name only from when it is there."""
-_NEW_NAME_SECONDS, _LOOK_SECONDS = 45.0, 0.5
+_KUBERNETES_VARIABLE = "KUBERNETES_SERVICE_HOST"
+"""Variable that Kubernetes sets in every container. The name of a pod resolves only once the pod exists."""
+_NEW_NAME_SECONDS = 45.0
+_LOOK_SECONDS = 0.5
 
 
-def resolved(host: str) -> list[str]:
-    """The addresses of a name, in the resolver's order. Raises `OSError` if it has none."""
+def resolve(host: str) -> list[str]:
+    """Returns the addresses of a host name, in the resolver's order. Raises `OSError` if it has none."""
     try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        entries = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except UnicodeError as error:  # such as a name with two dots in a row
         raise OSError(None, "it is not the name of a host") from error
-    return list(dict.fromkeys(str(address[0]).partition("%")[0] for *_, address in found))
+    return list(dict.fromkeys(str(address[0]).partition("%")[0] for *_, address in entries))
 
 
 def all_loopback(addresses: list[str]) -> bool:
     return bool(addresses) and all(ipaddress.ip_address(address).is_loopback for address in addresses)
 
 
-def own_name_misleads() -> bool:
-    """Whether Gloo, which gives others the address of this host's own name, would give them a loopback address.
+def hostname_is_loopback() -> bool:
+    """Returns True if Gloo, which advertises the address of this host's own name, would advertise a loopback address.
 
     NCCL takes addresses from the network cards.
     """
     if gpus_here() and os.environ.get("JAX_PLATFORMS") != "cpu":
         return False
     try:
-        return all_loopback(resolved(socket.gethostname()))
-    except OSError:  # no address at all: whoever needs it says so
+        return all_loopback(resolve(socket.gethostname()))
+    except OSError:  # no address at all: the library that needs one reports it
         return False
 
 
-def check_own(identity: Identity, timeout: float) -> None:
-    """Raises `PreflightError` in process 0 if the coordinator's address is another machine's, and stays so: after a
-    restart of pods it takes a name server a while to forget an old one."""
+def check_coordinator_address(identity: Identity, timeout: float) -> None:
+    """Raises `PreflightError` in process 0 if the coordinator's address belongs to another machine.
+
+    Retries for a while first: after pods restart, a name server may still return the old address.
+    """
     host, _ = identity.address
     deadline = time.monotonic() + min(timeout, _NEW_NAME_SECONDS)
     while True:
         try:
-            addresses = resolved(host)
-        except OSError:  # a new name, too, takes a while; the others will say whether they find it
+            addresses = resolve(host)
+        except OSError:  # a new name also needs a while; the other processes report if they cannot resolve it
             return
         if any(_is_ours(address) for address in addresses):
             return
@@ -64,25 +67,27 @@ def check_own(identity: Identity, timeout: float) -> None:
 
 
 def listening_address(identity: Identity) -> tuple[str, str]:
-    """Where process 0 listens: at the coordinator's address if this host has it, else at all, with a note why.
+    """Returns the address that process 0 binds, and a note for the user.
 
-    A host may take its own name for a loopback address, or for several, where others know it by one of them.
+    The address is the coordinator's if it is a single one of this host; else it is empty (all interfaces), and the note
+    says why. A host may resolve its own name to a loopback address or to several addresses while other hosts use one.
     """
     host, port = identity.address
     if is_loopback(host):
         return host, ""
     try:
-        addresses = resolved(host)
+        addresses = resolve(host)
     except OSError as error:
         return "", f"process 0 listens on port {port} of all interfaces: {host} is not known here ({error.strerror})"
-    ours = [address for address in addresses if _is_ours(address)]
-    if len(ours) == 1 and not all_loopback(ours):
-        return ours[0], ""
+    local_addresses = [address for address in addresses if _is_ours(address)]
+    if len(local_addresses) == 1 and not all_loopback(local_addresses):
+        return local_addresses[0], ""
     shown = ", ".join(addresses)
     return "", f"process 0 listens on port {port} of all interfaces: {host} is {shown} here, which is not one address"
 
 
 def _is_ours(address: str) -> bool:
+    """Returns True if an address belongs to this host: only then can a socket bind it."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.bind((address, 0))
@@ -90,8 +95,8 @@ def _is_ours(address: str) -> bool:
     return False
 
 
-def refused(identity: Identity) -> UserError:
-    """Why process 0, which answers, will not have this process."""
+def refused_error(identity: Identity) -> UserError:
+    """Returns the error for a process whose run key process 0 refuses."""
     here = socket.gethostname()
     return PreflightError(
         f"process 0 at {identity.coordinator} and {here} have different run keys: share run.dir among all hosts, "
@@ -100,25 +105,27 @@ def refused(identity: Identity) -> UserError:
     ).blaming(hosts=[here])
 
 
-def unanswered(identity: Identity, reason: str, timeout: float, *, met: bool) -> UserError:
-    """Why another process could not speak to process 0: what this host makes of its name, and how it failed last.
+def unanswered_error(identity: Identity, reason: str, timeout: float, *, was_reached: bool) -> UserError:
+    """Returns the error for a process that process 0 did not answer.
 
-    With `met` it was there for a while, or somebody else is in its place.
+    It tells how this host resolves the coordinator's name, and the `reason` for which the last attempt failed.
+    `was_reached` is True if process 0 was reached earlier, or if another program answers on its port.
     """
     host, port = identity.address
-    here, what = socket.gethostname(), f"process 0 did not answer at {identity.coordinator} within {timeout:g} s"
-    kind = PeerError if met else AbsentError
+    here = socket.gethostname()
+    what = f"process 0 did not answer at {identity.coordinator} within {timeout:g} s"
+    error_type = PeerError if was_reached else AbsentError
     try:
-        addresses = resolved(host)
+        addresses = resolve(host)
     except OSError as error:
         text = f"{what}: {here} cannot resolve {host} ({error.strerror or error})"
-        if os.environ.get(_IN_A_POD):
-            return kind(
+        if os.environ.get(_KUBERNETES_VARIABLE):
+            return error_type(
                 f"{text}; the name resolves once the pod of process 0 exists: check that it was created"
             ).blaming(processes=[0])
         return PreflightError(f"{text}; correct cluster.coordinator, or the names on {here}").blaming(hosts=[here])
     if is_loopback(host):
-        return kind(
+        return error_type(
             f"{what} ({reason}); {host} is {here} itself: if process 0 is on another host, correct "
             "cluster.coordinator, else see why it was not started or has stopped"
         ).blaming(processes=[0])
@@ -127,7 +134,7 @@ def unanswered(identity: Identity, reason: str, timeout: float, *, met: bool) ->
             f"{what} ({reason}): {here} resolves {host} to {addresses[0]}, a loopback address of {here} itself; "
             f"correct /etc/hosts on {here}, or cluster.coordinator"
         ).blaming(hosts=[here])
-    return kind(
+    return error_type(
         f"{what} ({reason}; {host} is {', '.join(addresses)} on {here}); check cluster.coordinator, that no firewall "
         f"between them blocks port {port}, and that process 0 was started and has not stopped with an error of its own"
     ).blaming(processes=[0])

@@ -1,9 +1,9 @@
-"""Who may take part: the key of the run, and how the two ends of a connection show each other that they have it.
+"""Authenticates the processes of a run: both ends of a connection prove to each other that they have the run's key.
 
-Process 0 greets with a number that it makes up; who has connected answers with a number of its own and the HMAC of
-both; process 0 answers with another HMAC of both. So the key itself is never sent, an answer that was overheard fits no
-other connection, and none can be sent back to where it came from. All of it has a fixed length, and nothing else is
-read from a connection before.
+Process 0 greets with a random nonce; the client answers with a nonce of its own and the HMAC of both; process 0 answers
+with another HMAC of both. So the key itself is never sent, an overheard answer is not valid on another connection, and
+no answer can be reflected to its sender. All three messages have a fixed length, and nothing else is read from a
+connection before.
 """
 
 import hmac
@@ -24,10 +24,10 @@ RUN_KEY, KEY_FILE = "JAXMNT_RUN_KEY", "run.key"
 RUN_KEY_BYTES = 32
 _KEY = re.compile(r"[0-9a-fA-F]{64}")
 _APPEARS_SECONDS = 5.0
-"""A network file system may show what another host has written only after a while."""
+"""Time within which a network file system shows a file that another host has written."""
 
-_PLAINLY = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
-"""Through no link, and without waiting for whoever may write into a pipe."""
+_OPEN_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+"""Flags that follow no symbolic link, and do not wait for the writer of a named pipe."""
 
 _PREFIX = b"jaxmnt 1 "
 _NONCE_BYTES = 32
@@ -35,45 +35,50 @@ GREETING_BYTES = len(_PREFIX) + 2 * _NONCE_BYTES + 1
 PROOF_BYTES = 2 * 2 * _NONCE_BYTES + 1
 _REPLY_BYTES = 2 * _NONCE_BYTES + 1
 REFUSAL = b"another key".ljust(_REPLY_BYTES - 1) + b"\n"
+_CLIENT, _SERVER = b"one who connects", b"process 0"
+"""Senders, as part of what each proof signs: a proof of one end is not valid as that of the other."""
 
 
 class RefusedError(Exception):
-    """Process 0 has another key."""
+    """Raised when process 0 has another key."""
 
 
 class StrangerError(ValueError):
-    """What answers is no process 0 of this run."""
+    """Raised when the peer that answers is not process 0 of this run."""
 
 
 def run_key(run_dir: Path, environment: Mapping[str, str] = os.environ) -> bytes:
-    """The key that the launcher has given, else that of the run directory, which whoever comes first makes.
+    """Returns the key from the environment, else from the run directory, where the first process creates it.
 
-    Raises `ConfigError` if there is none and none can be made. What it says never shows the key.
+    Raises `ConfigError` if there is no key and none can be created. The message never contains the key.
     """
-    given = environment.get(RUN_KEY, "").strip()
-    if given and not _KEY.fullmatch(given):
+    key_text = environment.get(RUN_KEY, "").strip()
+    if key_text and not _KEY.fullmatch(key_text):
         raise ConfigError(
-            f"{RUN_KEY}: is not 64 hexadecimal digits; give every process the same, such as from openssl rand -hex 32"
+            f"{RUN_KEY}: must be 64 hexadecimal digits; set it to the same value in every process, such as the output "
+            "of openssl rand -hex 32"
         )
-    if given:
-        return bytes.fromhex(given)
+    if key_text:
+        return bytes.fromhex(key_text)
     path = run_dir / KEY_FILE
     try:
         if not path.is_symlink() and not path.exists():
-            _make(path)
-        return _read(path)
+            _create_key_file(path)
+        return _read_key_file(path)
     except OSError as error:
         raise ConfigError(
-            f"run.dir: the run's key {path} cannot be read or made: {error.strerror or error}; fix that for all "
+            f"run.dir: cannot read or create the run's key {path}: {error.strerror or error}; fix that for all "
             f"processes of the run, or set {RUN_KEY} to the same value in all of them"
         ) from error
 
 
-def _make(path: Path) -> None:
-    """Whole or not at all, and the first one counts."""
+def _create_key_file(path: Path) -> None:
+    """Creates the key file atomically; the process that is first decides the key."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    content, temporary = f"{secrets.token_hex(32)}\n".encode(), path.with_name(f".{KEY_FILE}.{secrets.token_hex(8)}")
+    content = f"{secrets.token_hex(32)}\n".encode()
+    temporary = path.with_name(f".{KEY_FILE}.{secrets.token_hex(8)}")
     write_new(temporary, content, mode=0o600)
+    # A hard link appears with its whole content, and fails if another process was first.
     try:
         os.link(temporary, path)
     except FileExistsError:
@@ -85,26 +90,27 @@ def _make(path: Path) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def _read(path: Path) -> bytes:
+def _read_key_file(path: Path) -> bytes:
     deadline = time.monotonic() + _APPEARS_SECONDS
     while True:
-        with suppress(FileNotFoundError), os.fdopen(os.open(path, _PLAINLY), "rb") as file:
+        with suppress(FileNotFoundError), os.fdopen(os.open(path, _OPEN_FLAGS), "rb") as file:
             mode = os.fstat(file.fileno()).st_mode
             text = file.read(200).decode("ascii", "replace").strip() if stat.S_ISREG(mode) else ""
             if _KEY.fullmatch(text):
-                _keep_to_the_owner(path, mode)
+                _restrict_to_owner(path, mode)
                 return bytes.fromhex(text)
         if time.monotonic() > deadline:
             raise ConfigError(
                 f"run.dir: {path} holds no key (64 hexadecimal digits); remove it while no process of the run is "
-                "there, and start again"
+                "running, and start again"
             )
         time.sleep(0.1)
 
 
-def _keep_to_the_owner(path: Path, mode: int) -> None:
+def _restrict_to_owner(path: Path, mode: int) -> None:
+    """Removes the permissions of other users from the key file, or tells the user to do so."""
     if mode & 0o077:
-        with suppress(OSError):  # another's file, or a file system without modes
+        with suppress(OSError):  # another user's file, or a file system without modes
             path.chmod(0o600)
             mode = path.stat().st_mode
     if mode & 0o077:
@@ -122,56 +128,61 @@ def greeting(nonce: bytes) -> bytes:
     return _PREFIX + nonce.hex().encode() + b"\n"
 
 
-def is_proof(said: bytes) -> bool:
-    """Whether this has the form of one: if so, it comes from a process of a run, this one or another."""
-    return re.fullmatch(rb"[0-9a-f]{128}\n", said) is not None
+def is_proof(message: bytes) -> bool:
+    """Returns True if a message has the form of a proof: then it comes from a process of this or another run."""
+    return re.fullmatch(rb"[0-9a-f]{128}\n", message) is not None
 
 
-def may_become_a_proof(said: bytes) -> bool:
-    """Whether it is the beginning of one."""
-    return len(said) < PROOF_BYTES and re.fullmatch(rb"[0-9a-f]*", said) is not None
+def is_proof_prefix(message: bytes) -> bool:
+    """Returns True if a message is the incomplete beginning of a proof."""
+    return len(message) < PROOF_BYTES and re.fullmatch(rb"[0-9a-f]*", message) is not None
 
 
-def answer_to(key: bytes, nonce: bytes, said: bytes) -> bytes | None:
-    """What process 0 answers to the answer to its greeting; None if that proves nothing."""
-    if not is_proof(said):
+def answer_to(key: bytes, nonce: bytes, message: bytes) -> bytes | None:
+    """Returns process 0's answer to a client's proof; None if the message does not prove that the client has the key.
+
+    `nonce` is that of the greeting.
+    """
+    if not is_proof(message):
         return None
-    theirs, proof = bytes.fromhex(said[:64].decode()), said[64:128]
-    if not hmac.compare_digest(proof, _proof(key, b"one who connects", nonce, theirs)):
+    client_nonce = bytes.fromhex(message[:64].decode())
+    proof = message[64:128]
+    if not hmac.compare_digest(proof, _proof(key, _CLIENT, nonce, client_nonce)):
         return None
-    return _proof(key, b"process 0", nonce, theirs) + b"\n"
+    return _proof(key, _SERVER, nonce, client_nonce) + b"\n"
 
 
-# The side of those who connect.
+# The client's side.
 
 
 def prove(connection: socket.socket, key: bytes, seconds: float) -> None:
-    """Shows process 0 that this process has the key, and sees that it has it, too.
+    """Proves to process 0 that this process has the key, and verifies that process 0 has it, too.
 
-    Raises `RefusedError` if it says that it has another, `OSError` if it goes away, and `StrangerError` if it is
-    somebody else or says nothing in time.
+    Raises `RefusedError` if process 0 replies that it has another key, `OSError` if it disconnects, and `StrangerError`
+    if another program answers or no greeting arrives in time.
     """
     deadline = time.monotonic() + seconds
     try:
-        said = _exactly(connection, GREETING_BYTES, deadline)
+        greeting_line = _receive_exactly(connection, GREETING_BYTES, deadline)
     except TimeoutError as error:
         raise StrangerError("something else answers on that port, and waits to be asked") from error
-    if not re.fullmatch(re.escape(_PREFIX) + rb"[0-9a-f]{64}\n", said):
+    if not re.fullmatch(re.escape(_PREFIX) + rb"[0-9a-f]{64}\n", greeting_line):
         raise StrangerError("something else answers on that port")
-    nonce, own = bytes.fromhex(said[len(_PREFIX) : -1].decode()), new_nonce()
-    connection.sendall(own.hex().encode() + _proof(key, b"one who connects", nonce, own) + b"\n")
-    reply = _exactly(connection, _REPLY_BYTES, deadline)
+    server_nonce = bytes.fromhex(greeting_line[len(_PREFIX) : -1].decode())
+    client_nonce = new_nonce()
+    connection.sendall(client_nonce.hex().encode() + _proof(key, _CLIENT, server_nonce, client_nonce) + b"\n")
+    reply = _receive_exactly(connection, _REPLY_BYTES, deadline)
     if reply == REFUSAL:
         raise RefusedError
-    if not hmac.compare_digest(reply, _proof(key, b"process 0", nonce, own) + b"\n"):
+    if not hmac.compare_digest(reply, _proof(key, _SERVER, server_nonce, client_nonce) + b"\n"):
         raise StrangerError("what answers on that port does not have the run's key")
 
 
-def _proof(key: bytes, who: bytes, nonce: bytes, theirs: bytes) -> bytes:
-    return hmac.new(key, who + nonce + theirs, "sha256").hexdigest().encode()
+def _proof(key: bytes, sender: bytes, server_nonce: bytes, client_nonce: bytes) -> bytes:
+    return hmac.new(key, sender + server_nonce + client_nonce, "sha256").hexdigest().encode()
 
 
-def _exactly(connection: socket.socket, count: int, deadline: float) -> bytes:
+def _receive_exactly(connection: socket.socket, count: int, deadline: float) -> bytes:
     received = b""
     while len(received) < count:
         connection.settimeout(max(0.01, deadline - time.monotonic()))

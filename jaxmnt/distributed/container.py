@@ -1,4 +1,4 @@
-"""What this process may take of its machine: the memory and the cores that its container leaves it."""
+"""Reads the memory and the cores that the container of this process grants it."""
 
 import math
 import os
@@ -9,24 +9,24 @@ _ROOT = Path("/")
 
 
 def host_memory_bytes(root: Path = _ROOT) -> int:
-    """Returns the bytes of memory that this process may have: those of the machine, or the limit of its cgroup."""
+    """Returns the bytes of memory that this process may use: those of the machine, or the limit of its cgroup."""
     physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return min([physical, *(limit for limit, _ in _memory_limits(root))])
 
 
 def available_bytes(available: int, root: Path = _ROOT) -> int:
-    """Returns how much of the `available` memory of the machine the limits of the cgroup leave."""
+    """Returns the part of the machine's `available` memory that the limits of the cgroup allow, in bytes."""
     return min([available, *(max(0, limit - used) for limit, used in _memory_limits(root))])
 
 
 def cores(root: Path = _ROOT) -> int:
-    """Returns how many cores this process may use: its affinity, or the quota of its cgroup, at least 1."""
+    """Returns the number of cores that this process may use: its affinity, or the quota of its cgroup, at least 1."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min([allowed, *(math.ceil(quota) for quota in _quotas(root))]))
 
 
 def _memory_limits(root: Path) -> Iterator[tuple[int, int]]:
-    """Yields each limit with the bytes in use, without the page cache that the kernel gives back."""
+    """Yields each memory limit with the bytes in use, less the page cache that the kernel can reclaim."""
     for folder in _folders(root, "memory"):
         limit = kernel_number(folder / "memory.max") or kernel_number(folder / "memory.limit_in_bytes")
         used = kernel_number(folder / "memory.current") or kernel_number(folder / "memory.usage_in_bytes") or 0
@@ -47,7 +47,7 @@ def _quotas(root: Path) -> Iterator[float]:
 
 
 def _folders(root: Path, controller: str) -> Iterator[Path]:
-    """Yields the folders of this process's cgroup and of all above it, as far as they can be seen from here."""
+    """Yields the folders of this process's cgroup and of its ancestors, as far as they are visible from here."""
     mount = root / "sys/fs/cgroup"
     for line in kernel_text(root / "proc/self/cgroup").splitlines():
         number, controllers, path = ([*line.split(":", 2), "", ""])[:3]
@@ -58,7 +58,7 @@ def _folders(root: Path, controller: str) -> Iterator[Path]:
         else:
             continue
         inside = Path(path.lstrip("/"))
-        # In a container, the path may be that on its host: then only the mount itself is there.
+        # In a container, the path may be the one on its host: then only the mount itself exists.
         yield from (base / part for part in [inside, *inside.parents] if ".." not in part.parts)
 
 
@@ -68,13 +68,13 @@ def _fields(path: Path) -> dict[str, int]:
 
 
 def kernel_number(path: Path) -> int | None:
-    """Returns the number in a file of the kernel; None where there is none, or "max", which is no limit."""
+    """Returns the number in a kernel file; None if there is none, or if the file says "max" (no limit)."""
     text = kernel_text(path)
     return int(text) if text.isdecimal() else None
 
 
 def kernel_text(path: Path) -> str:
-    """Returns what a file of the kernel holds; nothing where it is not there, or cannot be read now."""
+    """Returns the content of a kernel file; empty if it does not exist or cannot be read now."""
     try:
         return path.read_text().strip()
     except (OSError, ValueError):  # not Linux, without this controller, or an interface that is down

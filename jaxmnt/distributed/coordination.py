@@ -1,6 +1,6 @@
-"""How the processes of a run agree: barrier, broadcast, gather, a decision of process 0, a vote in the background.
+"""Lets the processes of a run agree: barrier, broadcast, gather, a decision of process 0, a vote in the background.
 
-By the key-value store of JAX's coordination service, which is in process 0. Each call has a name, and all processes
+Uses the key-value store of JAX's coordination service, which process 0 hosts. Each call has a name, and all processes
 make the same calls in the same order.
 """
 
@@ -18,10 +18,10 @@ from jaxmnt.errors import PeerError, UserError, error_of
 from jaxmnt.strict_json import json_text
 
 BARRIER_SECONDS = 300.0
-_LATE = "timed out task names"
-"""What JAX's account of a barrier says before those who did not come."""
-_HEARING_SECONDS = 10.0
-_GOING_LAST_SECONDS = 1.0
+_LATE_TASKS_PREFIX = "timed out task names"
+"""Text in JAX's error of a barrier that precedes the tasks that did not arrive."""
+_ACKNOWLEDGE_SECONDS = 10.0
+_EXIT_DELAY_SECONDS = 1.0
 _POLL_SECONDS = 1.0
 
 _waits = threading.local()
@@ -30,7 +30,7 @@ _uses_lock = threading.Lock()
 
 
 def waited_seconds() -> float:
-    """How long this thread has waited for other processes so far, in this module."""
+    """Returns the seconds that this thread has waited for other processes so far, in this module."""
     return getattr(_waits, "seconds", 0.0)
 
 
@@ -46,7 +46,7 @@ def _waiting() -> Iterator[None]:
 def barrier(name: str, identity: Identity, seconds: float = BARRIER_SECONDS) -> None:
     """Waits until every process has reached the barrier of this name.
 
-    Raises `PeerError`, naming those who are late, when time is up.
+    Raises `PeerError`, naming the late processes, after `seconds`.
     """
     if identity.alone:
         return
@@ -54,17 +54,19 @@ def barrier(name: str, identity: Identity, seconds: float = BARRIER_SECONDS) -> 
         with _waiting():
             _client().wait_at_barrier(name, int(seconds * 1000))
     except Exception as error:
-        late = sorted({int(number) for number in re.findall(r"task:(\d+)", str(error).partition(_LATE)[2])})
-        who = f"process{'es' if len(late) > 1 else ''} {', '.join(map(str, late))}" if late else "some process"
+        late_tasks = str(error).partition(_LATE_TASKS_PREFIX)[2]
+        late = sorted({int(number) for number in re.findall(r"task:(\d+)", late_tasks)})
+        plural = "es" if len(late) > 1 else ""
+        who = f"process{plural} {', '.join(map(str, late))}" if late else "some process"
         raise PeerError(f"{who} did not reach '{name}' within {seconds:g} s: {str(error).splitlines()[0]}") from error
 
 
 def barrier_or_raise(
     name: str, trouble: UserError | None, identity: Identity, seconds: float = BARRIER_SECONDS
 ) -> None:
-    """A barrier at which every process learns what went wrong in any. `name` must be new in this run of the processes.
+    """Waits at a barrier where every process learns of the trouble of any. `name` must not have been used before.
 
-    Raises `trouble`; in the processes that have none, a `UserError` with the words and exit code of the first that has.
+    Raises `trouble`; in processes without trouble, a `UserError` with the message and exit code of the first that has.
     """
     if identity.alone:
         if trouble is not None:
@@ -77,24 +79,24 @@ def barrier_or_raise(
         )
     barrier(name, identity, seconds)
     try:
-        said = [text for _, text in sorted(client.key_value_dir_get(key))]
+        troubles = [text for _, text in sorted(client.key_value_dir_get(key))]
     except Exception as error:
         raise PeerError(f"process 0 is gone at barrier '{name}': {error}") from error
-    if not said:
+    if not troubles:
         return
-    # Everyone is about to leave. Process 0 serves the others until they have heard, and goes last.
+    # All processes are about to exit. Process 0 hosts the store, so it exits last, after the others have read it.
     with contextlib.suppress(PeerError):
-        barrier(f"{name}: heard", identity, _HEARING_SECONDS)
+        barrier(f"{name}: heard", identity, _ACKNOWLEDGE_SECONDS)
     if identity.process_id == 0:
-        time.sleep(_GOING_LAST_SECONDS)
+        time.sleep(_EXIT_DELAY_SECONDS)
     if trouble is not None:
         raise trouble
-    code, _, text = said[0].partition(" ")
+    code, _, text = troubles[0].partition(" ")
     raise error_of(int(code), text)
 
 
 def broadcast(name: str, value: str | None, identity: Identity, seconds: float = BARRIER_SECONDS) -> str:
-    """Process 0 gives a text, every process gets it."""
+    """Sends a text from process 0 to every process, and returns it in all of them."""
     if identity.alone:
         assert value is not None
         return value
@@ -111,9 +113,9 @@ def broadcast(name: str, value: str | None, identity: Identity, seconds: float =
 
 
 def gather(name: str, value: Any, identity: Identity, seconds: float = BARRIER_SECONDS) -> list[Any] | None:
-    """Every process gives a value that JSON can hold; process 0 gets all, in order of processes, the others None.
+    """Collects a JSON value from every process. Process 0 gets all, in order of processes; the others get None.
 
-    Nothing of it stays behind. Raises `PeerError` naming the process that process 0 has waited for in vain.
+    Leaves no keys in the store. Raises `PeerError`, naming the process that did not answer process 0.
     """
     text = json_text(value)
     if identity.alone:
@@ -122,12 +124,13 @@ def gather(name: str, value: Any, identity: Identity, seconds: float = BARRIER_S
     if identity.process_id != 0:
         client.key_value_set(f"{key}/{identity.process_id:06d}", text)
         return None
-    texts, deadline = [text], time.monotonic() + seconds
+    texts = [text]
+    deadline = time.monotonic() + seconds
     for process in range(1, identity.processes):
-        left = max(1, int((deadline - time.monotonic()) * 1000))
+        remaining_ms = max(1, int((deadline - time.monotonic()) * 1000))
         try:
             with _waiting():
-                texts.append(client.blocking_key_value_get(f"{key}/{process:06d}", left))
+                texts.append(client.blocking_key_value_get(f"{key}/{process:06d}", remaining_ms))
         except Exception as error:
             raise PeerError(f"process {process} did not answer at '{name}' within {seconds:g} s: {error}") from error
     client.key_value_delete(f"{key}/")
@@ -141,22 +144,22 @@ def agree(
     identity: Identity,
     seconds: float = BARRIER_SECONDS,
 ) -> str:
-    """Every process gives a value, process 0 decides by all of them, and every process gets the decision."""
+    """Collects a value from every process, lets process 0 `decide` on all of them, and returns its decision."""
     values = gather(name, value, identity, seconds)
     return broadcast(f"{name}: decided", None if values is None else decide(values), identity, seconds)
 
 
 def all_gather(name: str, value: Any, identity: Identity) -> list[Any]:
-    """Every process gives a value, and gets those of all, in order of processes."""
+    """Collects a value from every process, and returns all of them in every process, in order of processes."""
     values: list[Any] = json.loads(agree(name, value, json_text, identity))
     return values
 
 
 class Vote:
-    """One round. All processes make it, under the same name, in the same order."""
+    """One round of voting. All processes create it, under the same name, in the same order."""
 
     def __init__(self, name: str, identity: Identity, seconds: float):
-        """Process 0 waits `seconds` for answers, the others for the conclusion."""
+        """Process 0 waits `seconds` for each answer, the others wait `seconds` for the conclusion."""
         self._name = name
         self._identity = identity
         self._seconds = seconds
@@ -171,22 +174,22 @@ class Vote:
             _client().key_value_set(f"{self._key}/answer/{self._identity.process_id:06d}", text)
 
     def fail(self, text: str) -> None:
-        """Says that the round has failed here. The first that process 0 hears of is the reason for all."""
+        """Reports that the round has failed here. The first failure that process 0 sees is the reason for all."""
         text = f"{self._identity.label}: {text}" if self._identity.label else text
         if self._identity.process_id == 0:
             self._failed = text
         else:
             _client().key_value_set(f"{self._key}/failed", text, allow_overwrite=True)
 
-    def over(self) -> bool:
-        """Whether the round is known to have failed, here or elsewhere."""
+    def has_failed(self) -> bool:
+        """Returns True if the round is known to have failed, here or in another process."""
         if self._identity.alone:
             return self._failed is not None
         key = "failed" if self._identity.process_id == 0 else "conclusion"
         return self._failed is not None or _value_if_set(f"{self._key}/{key}") is not None
 
     def conclude(self, judge: Callable[[list[str]], str]) -> str | None:
-        """Waits for the answers, lets `judge` (on process 0, returning what failed or nothing) act on them.
+        """Waits for the answers; on process 0, `judge` acts on them and returns what failed, or an empty text.
 
         Returns in every process why the round failed, or None. Raises `PeerError` if a process does not answer.
         """
@@ -203,7 +206,7 @@ class Vote:
         return reason or None
 
     def _collect(self) -> str:
-        """Why the round failed, or nothing once all have answered."""
+        """Waits for all answers. Returns why the round failed, or an empty text."""
         for process in range(1, self._identity.processes):
             deadline = time.monotonic() + self._seconds
             while process not in self._answers and not self._failure():
@@ -225,7 +228,7 @@ class Vote:
 
 
 def _value_if_set(key: str) -> str | None:
-    """The value of a key, if it is set."""
+    """Returns the value of a key, or None if it is not set."""
     try:
         return str(_client().key_value_try_get(key))
     except Exception as error:
@@ -235,14 +238,17 @@ def _value_if_set(key: str) -> str | None:
 
 
 def _unique(name: str) -> str:
-    """The name with how often this process has used it: keys cannot be set twice. All processes take the same turns."""
+    """Returns the name with a count of its uses in this process, since a key cannot be set twice.
+
+    The count agrees among processes, because all make the same calls in the same order.
+    """
     with _uses_lock:
         _uses[name] += 1
         return f"{name} {_uses[name]}"
 
 
 def _client() -> Any:
-    """JAX's coordination service, for which there is no public interface yet."""
+    """Returns the client of JAX's coordination service, which has no public interface yet."""
     from jax._src import distributed
 
     return distributed.global_state.client

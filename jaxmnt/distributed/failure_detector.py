@@ -1,6 +1,6 @@
-"""The rules by which a process concludes that the run has failed, and which process is at fault.
+"""Decides from messages and silence whether the run has failed, and which process is at fault.
 
-Without threads, clocks and sockets: time passes by `FailureDetector.beat`, once a second.
+Uses no threads, clocks or sockets: each call of `FailureDetector.beat` stands for one second.
 """
 
 from collections.abc import Callable
@@ -26,22 +26,22 @@ from jaxmnt.errors import ExitCode, listed
 
 BEAT_SECONDS = 1.0
 _ANSWER_BEATS = 4
-"""The beats of process 0 within which the others answer an inquiry."""
+"""Beats of process 0 within which the other processes must answer an inquiry."""
 
 
 @dataclass
 class Lost:
-    """A connection is of no use any more."""
+    """The event that a connection is no longer usable."""
 
     why: str
 
 
 Act = Message | ExitReason
-"""A message to send to every connected process, or the reason for which this process has to end."""
+"""A message to send to every connected process, or the reason for which this process must exit."""
 
 
 class FailureDetector:
-    """What one process knows of the others. Each event returns the acts that follow from it, in order."""
+    """The state of the other processes, as one process knows it. Each event returns the acts to perform, in order."""
 
     def __init__(
         self,
@@ -51,22 +51,29 @@ class FailureDetector:
         patience: float,
         position: Callable[[], Position],
     ):
-        """`hosts` has this process and those to which it is connected. Such a process is lost after `silence` seconds
-        without a message; after `patience` until this process has settled. `position` returns where this process is."""
-        self._processes, self._is_first = identity.processes, identity.process_id == 0
-        self._hosts, self._silence, self._patience, self._position = hosts, silence, patience, position
+        """`hosts` maps this process and all connected processes to their hosts.
+
+        A connected process counts as lost after `silence` seconds without a message, or after `patience` seconds until
+        this process has settled. `position` returns the position of this process.
+        """
+        self._processes = identity.processes
+        self._is_first = identity.process_id == 0
+        self._hosts = hosts
+        self._silence = silence
+        self._patience = patience
+        self._position = position
         self._positions = {process: STARTING for process in hosts if process != identity.process_id}
-        self._unheard = dict.fromkeys(self._positions, 0)
-        """For each connected process the beats since its last message. Counted, not timed: a machine that was suspended
-        does not blame the others for its own absence."""
+        self._silent_beats = dict.fromkeys(self._positions, 0)
+        """Beats since the last message of each connected process. They are counted, not timed, so that a machine that
+        was suspended does not blame the others for its own absence."""
         self._inquiry = ""
-        """Why process 0 waits for the positions of all."""
+        """The reason for which process 0 waits for all positions; empty if it does not."""
         self._answered: set[int] = set()
         self._answer_beats = _ANSWER_BEATS
 
-    def hear(self, process: int, event: Message | Lost) -> list[Act]:
-        """A message from a process, or the loss of its connection."""
-        self._unheard[process] = 0
+    def on_event(self, process: int, event: Message | Lost) -> list[Act]:
+        """Handles a message from a process, or the loss of its connection."""
+        self._silent_beats[process] = 0
         match event:
             case Beat(position):
                 self._positions[process] = position
@@ -86,30 +93,30 @@ class FailureDetector:
             case Verdict(exit_reason):
                 return [exit_reason]
             case Bye():
-                del self._unheard[process]
+                del self._silent_beats[process]
             case Lost(why):
-                del self._unheard[process]
+                del self._silent_beats[process]
                 return self._give_up(process, why)
         return []
 
     def beat(self) -> list[Act]:
-        """A second has passed."""
+        """Handles the passing of one second."""
         acts: list[Act] = []
         limit = self._silence if self._position().settled else self._patience
-        for process in self._unheard:
-            self._unheard[process] += 1
-            if self._unheard[process] * BEAT_SECONDS > limit:
+        for process in self._silent_beats:
+            self._silent_beats[process] += 1
+            if self._silent_beats[process] * BEAT_SECONDS > limit:
                 where = f", last seen {self._positions[process]}" if self._is_first else ""
                 why = f"has been silent for {limit:g} s: it is stopped, or cut off from the network{where}"
                 acts += self._give_up(process, why)
         return acts + (self._await_answers() if self._inquiry else [])
 
     def halt(self, why: str) -> list[Act]:
-        """This process makes no progress."""
+        """Handles that this process makes no progress."""
         return self._inquire(0, why) if self._is_first else [Halted(why)]
 
     def fail(self, exit_reason: ExitReason) -> list[Act]:
-        """This process ends by itself."""
+        """Handles that this process exits for a reason of its own."""
         why, code = exit_reason.why, exit_reason.code
         if isinstance(exit_reason, AbandonedStart):
             return [Verdict(replace(exit_reason, asked_by=None)) if self._is_first else Stopped(why)]
@@ -123,15 +130,15 @@ class FailureDetector:
 
     def _await_answers(self) -> list[Act]:
         self._answer_beats -= 1
-        silent = sorted(self._unheard.keys() - self._answered)
+        silent = sorted(self._silent_beats.keys() - self._answered)
         if silent and self._answer_beats:
             return []
-        account, suspect = account_of(self._positions | {0: self._position()}, silent, self._label)
+        description, suspect = describe_positions(self._positions | {0: self._position()}, silent, self._label)
         host = None if suspect is None else self._hosts[suspect]
-        return self._end(ExitReason("hang", f"{self._inquiry}. {account}", ExitCode.PEER, suspect, host))
+        return self._end(ExitReason("hang", f"{self._inquiry}. {description}", ExitCode.PEER, suspect, host))
 
     def _give_up(self, process: int, why: str) -> list[Act]:
-        # Perhaps it is only this process that does not hear process 0.
+        # If only the messages of process 0 do not arrive here, it can still tell the others which process gave up.
         acts: list[Act] = [GaveUp(why)] if process == 0 else []
         return acts + self._end(self._lost(process, why))
 
@@ -149,21 +156,30 @@ class FailureDetector:
         return f"process {process} of {self._processes} on {self._hosts[process]}"
 
 
-def account_of(
+def describe_positions(
     positions: dict[int, Position], silent: list[int], label: Callable[[int], str]
 ) -> tuple[str, int | None]:
-    """Which process is where, in words, and the process at fault if one alone is silent, is behind, or waits for
-    something of its own."""
+    """Returns a description of where each process is, and the process at fault.
+
+    A process is at fault if it is the only one that is silent, is behind, or waits for something of its own; else None.
+    """
     sentences = [f"No answer from {listed([label(process) for process in silent])}"] if silent else []
     present = {process: position for process, position in sorted(positions.items()) if process not in silent}
+    # One sentence for all processes at the same position.
     groups: dict[tuple[int, str], list[int]] = {}
     for process, position in present.items():
         groups.setdefault((position.step, str(position)), []).append(process)
-    for (_, words), group in sorted(groups.items()):
-        sentences.append(f"{label(group[0]) if len(group) == 1 else f'processes {listed(group)}'}: {words}")
+    for (_, where), group in sorted(groups.items()):
+        who = label(group[0]) if len(group) == 1 else f"processes {listed(group)}"
+        sentences.append(f"{who}: {where}")
     if len(groups) == 1 < len(positions) and not silent:
         sentences.append("All are at the same place: look at the network between them, and at the slowest device")
+    # Silence counts more than being behind, and being behind more than waiting for input.
     steps = [position.step for position in present.values()]
-    at_fault = (lambda at: at.step == min(steps)) if len(set(steps)) > 1 else (lambda at: at.own)
-    suspects = silent or [process for process, position in present.items() if at_fault(position)]
+    if silent:
+        suspects = silent
+    elif len(set(steps)) > 1:
+        suspects = [process for process, position in present.items() if position.step == min(steps)]
+    else:
+        suspects = [process for process, position in present.items() if position.own]
     return ". ".join(sentences), suspects[0] if len(suspects) == 1 else None

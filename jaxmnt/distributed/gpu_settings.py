@@ -1,7 +1,7 @@
-"""What XLA, JAX and NCCL read from the environment of a process before it is on GPUs, and whether XLA would take it.
+"""Sets the variables that XLA, JAX and NCCL read before a process uses GPUs, and checks that XLA accepts them.
 
-All processes set it by themselves, whoever has started them; what the environment says already counts. XLA ends a
-process that has a flag which this jaxlib does not know, without an exception: so its flags are tried in a child first.
+Each process sets them itself, whatever has started it; variables that are already set take precedence. XLA aborts a
+process, without an exception, for a flag that this jaxlib does not know: so a child process tries the flags first.
 """
 
 import os
@@ -12,13 +12,13 @@ from collections.abc import Mapping, MutableMapping
 from importlib import import_module
 
 from jaxmnt.config.schema import Config
-from jaxmnt.distributed.local_gpus import gpus_here, keep_to_the_cpu, visible_gpus
+from jaxmnt.distributed.local_gpus import default_to_cpu, gpus_here, visible_gpus
 from jaxmnt.errors import ConfigError, printable
 
 FLAGS = "XLA_FLAGS"
 MEMORY_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 JAX_MEMORY_FRACTION, OUR_MEMORY_FRACTION = 0.75, 0.92
-"""What a process takes of a GPU's memory by default: JAX's, and what is set here."""
+"""Default fraction of a GPU's memory that a process reserves: JAX's, and the one set here."""
 
 SHOWN = (FLAGS, "JAX_PLATFORMS", MEMORY_FRACTION, "NCCL_DEBUG")
 """Variables that change what a run does on its devices."""
@@ -53,45 +53,47 @@ SUCCESSORS: dict[str, str | None] = {
         )
     ),
 }
-"""Flags of recipes that newer versions of XLA no longer have, and what replaced them; None: XLA does it by itself, or
+"""Flags of recipes that newer versions of XLA no longer have, and their replacements; None if XLA does it by itself, or
 not at all."""
 
 
 def prepare(config: Config, environment: MutableMapping[str, str] = os.environ, gpus: int | None = None) -> None:
-    """Completes the environment of this process, before JAX is imported, and tries it.
+    """Completes the environment of this process, before JAX is imported, and checks it.
 
-    `gpus` is how many it sees. With `launch.settings: none`, and without GPUs, nothing is set but what keeps JAX to the
-    CPU. Raises `ConfigError` for flags that would end the process, and for values that JAX does not take.
+    `gpus` is the number that the process sees; None counts them. Without GPUs, or with `launch.settings: none`, it sets
+    at most JAX_PLATFORMS=cpu. Raises `ConfigError` for flags that would abort the process, and for values that JAX does
+    not accept.
     """
     gpus = len(visible_gpus(environment, gpus_here())) if gpus is None else gpus
     if not gpus:
-        keep_to_the_cpu(environment)
+        default_to_cpu(environment)
     if gpus and config.launch.settings == "auto":
-        environment.update(_wanted(config, environment))
+        environment.update(_gpu_variables(config, environment))
     check_flags(environment)
     try:
         import_module("jax")  # reads its own variables now
     except ValueError as error:
-        raise ConfigError(f"environment: JAX does not take a variable: {error}; correct or unset it") from error
+        raise ConfigError(f"environment: JAX does not accept a variable: {error}; correct or unset it") from error
 
 
-def _wanted(config: Config, environment: Mapping[str, str]) -> dict[str, str]:
-    """What is to be set. What the environment says already counts."""
+def _gpu_variables(config: Config, environment: Mapping[str, str]) -> dict[str, str]:
+    """Returns the variables to set. Values that the environment has already take precedence."""
     flags = environment.get(FLAGS, "")
     if _NCCL_TIMEOUT not in flags:
-        # A collective that stalls in its kernel is silent for ever otherwise. Ours end first, and name a process.
+        # Without it, a collective that stalls in its kernel hangs for ever. Our own timeouts are shorter, and name the
+        # process at fault.
         flags = f"{flags} {_NCCL_TIMEOUT}={config.nccl_timeout_seconds:.0f}".strip()
     return {
-        # JAX takes three quarters of a GPU's memory unless it is told that nobody else wants any.
+        # By default JAX leaves a quarter of a GPU's memory to other programs; a run has the GPU to itself.
         MEMORY_FRACTION: environment.get(MEMORY_FRACTION, str(OUR_MEMORY_FRACTION)),
-        # Warnings of NCCL say which link or interface they are about.
+        # NCCL's warnings name the link or interface that has a problem.
         "NCCL_DEBUG": environment.get("NCCL_DEBUG", "WARN"),
         FLAGS: flags,
     }
 
 
 def check_flags(environment: Mapping[str, str]) -> None:
-    """Raises `ConfigError` for an XLA_FLAGS that would end the process, with what replaced each flag."""
+    """Raises `ConfigError` for an XLA_FLAGS that would abort the process, with the replacement of each flag."""
     flags = environment.get(FLAGS, "").strip()
     if not flags:
         return
@@ -108,23 +110,23 @@ def check_flags(environment: Mapping[str, str]) -> None:
     unknown = re.search(r"Unknown flags? in XLA_FLAGS: (.*)", child.stderr)
     if unknown is None:
         raise ConfigError(
-            f"{FLAGS}: XLA does not take {printable(flags)}: {_reason(child.stderr)}; correct or unset it"
+            f"{FLAGS}: XLA does not accept {printable(flags)}: {_error_line(child.stderr)}; correct or unset it"
         )
     names = [flag.removeprefix("--").split("=")[0] for flag in unknown.group(1).split()]
-    told = "; ".join(f"--{printable(name)} {_instead(name)}" for name in names)
-    raise ConfigError(f"{FLAGS}: this jaxlib does not know {told}")
+    advice = "; ".join(f"--{printable(name)} {_replacement(name)}" for name in names)
+    raise ConfigError(f"{FLAGS}: this jaxlib does not know {advice}")
 
 
-def _instead(name: str) -> str:
+def _replacement(name: str) -> str:
     if name not in SUCCESSORS:
         return "(remove it, or correct its name)"
     successor = SUCCESSORS[name]
-    return f"(set --{successor} instead)" if successor else "(remove it: XLA has it no longer, and needs none instead)"
+    return f"(set --{successor} instead)" if successor else "(remove it: XLA no longer has or needs it)"
 
 
-def _reason(text: str) -> str:
-    """Of what a child has printed, the line that says what is wrong."""
+def _error_line(text: str) -> str:
+    """Returns the line of a child's stderr that describes the error, without the prefix of the log."""
     lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith(("WARNING", "I0"))]
-    told = [line for line in lines if re.match(r"[FE]\d{4} ", line) or "Error" in line]
-    chosen = (told or lines or ["it says nothing"])[0]
-    return printable(re.sub(r"^[FE]\d{4} [\d:.]+\s+\d+ [\w.]+:\d+\] ", "", chosen))[:200]
+    errors = [line for line in lines if re.match(r"[FE]\d{4} ", line) or "Error" in line]
+    line = (errors or lines or ["it says nothing"])[0]
+    return printable(re.sub(r"^[FE]\d{4} [\d:.]+\s+\d+ [\w.]+:\d+\] ", "", line))[:200]

@@ -1,9 +1,9 @@
-"""The processes of a run report to each other who failed, who left, who is silent, and where each one is.
+"""Detects failed, lost, silent and hanging processes of a run, and ends the run with the name of the process at fault.
 
-Every process keeps its connection to process 0 from the rendezvous. A process that is about to fail says why;
-one that is killed says it by its connection, which its kernel closes; one that is stopped or cut off no longer says
-every second where it is. Process 0 tells all, and each ends with a message that names the process at fault. So nobody
-waits for JAX's heartbeat, whose end is an abort without a name.
+Every process keeps its connection to process 0 from the rendezvous. A process that is about to fail sends the reason;
+the kernel closes the connection of one that is killed; one that is suspended or cut off no longer sends its position
+every second. Process 0 informs all, and each exits with a message that names the process at fault. So no process waits
+for JAX's heartbeat, which aborts without naming any.
 """
 
 import contextlib
@@ -26,45 +26,46 @@ from jaxmnt.distributed.termination import ExitHandler, ExitReason, may_mean_a_l
 from jaxmnt.errors import ExitCode, code_of, summary
 
 _VERDICT_SECONDS = 10.0
-"""How long a process that has come to a halt waits for process 0's account."""
-_GOING_LAST_SECONDS = 1.0
-_MISSED_SECONDS = 3.0
+"""Seconds that a process without progress waits for process 0's verdict."""
+_DRAIN_SECONDS = 1.0
+_LOST_PEER_SECONDS = 3.0
 _NOTE_SECONDS = 1.0
 _LONGEST_WHY = 10_000
 _MOST_REPORTS = 10_000
-_GONE = "disconnected without a message: it was killed, its host was lost, or it called exit"
-_NONSENSE = "sent a message that this version does not know; run the same jaxmnt in every process"
+_DISCONNECTED = "disconnected without a message: it was killed, its host was lost, or it called exit"
+_UNKNOWN_MESSAGE = "sent a message that this version does not know; run the same jaxmnt in every process"
 
 
 class Heartbeat:
-    """The thread that listens to the other processes, tells them where this one is, and ends this process when the run
-    fails. A process without connections has no thread."""
+    """Listens to the other processes in a thread, sends them the position of this one, and ends this process when the
+    run fails. A process without connections has no thread."""
 
     def __init__(
         self, identity: Identity, peers: dict[int, Peer], exit_handler: ExitHandler, silence: float, patience: float
     ):
-        """A process is lost after `silence` seconds without a message; after `patience` until it has settled."""
+        """A process counts as lost after `silence` seconds without a message, or after `patience` until it settles."""
         self._identity = identity
         self._link = Link({process: peer.connection for process, peer in sorted(peers.items())})
         hosts = {identity.process_id: socket.gethostname()} | {i: peer.host for i, peer in peers.items()}
         self._host = hosts[identity.process_id]
         self._detector = FailureDetector(identity, hosts, silence, patience, lambda: self.position())
         self.clock = peers[0].clock if 0 in peers else (0.0, 0.0)
-        """Between which bounds, in seconds, this process's clock is ahead of process 0's."""
+        """Bounds, in seconds, of how far this process's clock is ahead of process 0's."""
         self.exit_handler = exit_handler
         self.position: Callable[[], Position] = lambda: STARTING
-        """Says where this process is. Called from a thread."""
+        """Returns the position of this process. Called from a thread."""
         self.note_stacks: Callable[[], None] = lambda: None
-        """Writes down where each thread is, when a process has come to a halt."""
+        """Writes the stack of each thread to a file, once a process makes no progress."""
         self.report: Callable[[], list[Any]] = lambda: []
-        """Returns what process 0 needs to know besides; JSON. Called from a thread, with each beat but process 0's."""
+        """Returns measurements for process 0, as JSON. Called from a thread at each beat, except in process 0."""
         self._reports: deque[tuple[int, list[Any]]] = deque(maxlen=_MOST_REPORTS)
         self.take_report: Callable[[int, list[Any]], None] | None = None
-        """In process 0: gets the reports of all, from a thread, and those of before. It must not raise."""
+        """Handles each report of another process, in process 0, from a thread; also those that came before it was set.
+        It must not raise."""
         self.may_fail: frozenset[str] = frozenset()
-        """Packages without which the run goes on: exceptions in their threads are printed and no more."""
+        """Packages whose failure does not end the run: exceptions in their threads are only printed."""
         self._halted: str | None = None
-        self._noted = False
+        self._stacks_noted = False
         self._leaving = False
         self._announced = threading.Event()
         self._thread = threading.Thread(target=self._listen, name="heartbeat", daemon=True)
@@ -75,25 +76,25 @@ class Heartbeat:
 
     @property
     def failing(self) -> bool:
-        """Whether this process is known to fail by itself: what others report does not matter then."""
+        """True if this process already fails by itself: then reports of other processes no longer matter."""
         return self.exit_handler.exit_reason is not None
 
     def fail(self, why: str, code: ExitCode) -> ExitReason:
-        """Tells the others that this process fails, and why. Returns when they know, or after a few seconds."""
+        """Tells the other processes that this one fails, and why. Returns once they know, or after a few seconds."""
         process = self._identity.process_id
         return self.announce(ExitReason("failed", why[:_LONGEST_WHY], code, process, self._host))
 
     def announce(self, exit_reason: ExitReason) -> ExitReason:
-        """Tells the others why this process ends, unless it ends for another reason already, which is returned."""
+        """Tells the other processes why this one exits. Returns the reason, or an earlier one if it already exits."""
         if not self.failing:
             self.exit_handler.exit_reason = exit_reason
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._link.wake()
-            self._announced.wait(_MISSED_SECONDS)
+            self._announced.wait(_LOST_PEER_SECONDS)
         return self.exit_handler.exit_reason or exit_reason
 
     def end(self, why: str, code: ExitCode = ExitCode.FAILURE) -> NoReturn:
-        """Fails and ends the process. From any thread."""
+        """Reports a failure and ends the process. May be called from any thread."""
         self.exit_handler.exit_now(self.fail(why, code))
 
     def halt(self, why: str) -> NoReturn:
@@ -106,18 +107,20 @@ class Heartbeat:
         self._note_stacks_once()
         self.exit_handler.exit_now(ExitReason("hang", f"{why}: {self.position()}", ExitCode.PEER))
 
-    def miss(self) -> None:
-        """A peer seems to be gone. Waits a few seconds: if the heartbeat finds out who, it ends this process with that
-        name; else this returns."""
+    def wait_for_verdict(self) -> None:
+        """Waits a few seconds after a sign that a peer is lost, so that the heartbeat can identify it.
+
+        If it does, it ends this process with the name of the peer; else this returns.
+        """
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
-            time.sleep(_MISSED_SECONDS)
+            time.sleep(_LOST_PEER_SECONDS)
 
     def leave(self) -> None:
-        """Says good-bye: what becomes of the connections does not matter any more."""
+        """Tells the other processes that this one leaves without a failure, and stops listening."""
         self._leaving = True
         if self._thread.is_alive():
             self._link.wake()
-            self._thread.join(_MISSED_SECONDS)
+            self._thread.join(_LOST_PEER_SECONDS)
 
     # In the thread.
 
@@ -125,7 +128,7 @@ class Heartbeat:
         beat = time.monotonic()
         while not self._leaving:
             self._receive(beat + BEAT_SECONDS - time.monotonic())
-            self._tell_of_this_process()
+            self._handle_local_events()
             if time.monotonic() >= beat + BEAT_SECONDS:
                 beat = time.monotonic()
                 self._link.send(Beat(self.position(), self.report() if self._identity.process_id else []))
@@ -136,12 +139,12 @@ class Heartbeat:
         for process, event in self._link.receive(seconds):
             if isinstance(event, Beat) and event.report:
                 self._reports.append((process, event.report))
-            self._act(self._detector.hear(process, event))
+            self._act(self._detector.on_event(process, event))
         while self.take_report is not None and self._reports:
             self.take_report(*self._reports.popleft())
 
-    def _tell_of_this_process(self) -> None:
-        """Sends what other threads of this process have left for this one."""
+    def _handle_local_events(self) -> None:
+        """Handles the failure or the halt that another thread of this process has reported."""
         if self.exit_handler.exit_reason is not None and not self._announced.is_set():
             self._act(self._detector.fail(self.exit_handler.exit_reason))
             self._announced.set()
@@ -156,29 +159,29 @@ class Heartbeat:
             elif not self.failing and not self._leaving:
                 self.exit_handler.exit_now(act)
             if isinstance(act, Verdict):
-                self._link.drain(_GOING_LAST_SECONDS)  # process 0 goes last: JAX's service goes with it
+                self._link.drain(_DRAIN_SECONDS)  # process 0 exits last, because it hosts JAX's service
             if isinstance(act, Inquiry | Here):
                 self._note_stacks_once()
 
     def _note_stacks_once(self) -> None:
-        """Uses a thread: a file system that hangs must not keep this one from listening for long."""
-        if not self._noted:
-            self._noted = True
-            noting = threading.Thread(target=self.note_stacks, name="stacks", daemon=True)
-            noting.start()
-            noting.join(_NOTE_SECONDS)
+        """Writes the stacks, in a thread of its own, since a hanging file system must not stop this one for long."""
+        if not self._stacks_noted:
+            self._stacks_noted = True
+            thread = threading.Thread(target=self.note_stacks, name="stacks", daemon=True)
+            thread.start()
+            thread.join(_NOTE_SECONDS)
 
 
-def heartbeat_alone(identity: Identity) -> Heartbeat:
-    """For a run that has no other processes, or does not want to hear of them."""
+def disconnected_heartbeat(identity: Identity) -> Heartbeat:
+    """Returns a heartbeat without connections, for a run that has, or watches, no other processes."""
     return Heartbeat(identity, {}, ExitHandler(identity.label), 0.0, 0.0)
 
 
 @contextlib.contextmanager
 def ending_on_exceptions_in_threads(heartbeat: Heartbeat) -> Iterator[None]:
-    """Inside, an exception that nobody catches, in whatever thread, ends the process as one in the main thread does."""
+    """Within this context, an uncaught exception in any thread ends the process, as one in the main thread does."""
 
-    def raised(arguments: threading.ExceptHookArgs) -> None:
+    def end_on_exception(arguments: threading.ExceptHookArgs) -> None:
         threading.__excepthook__(arguments)
         error = arguments.exc_value
         if error is None or isinstance(error, SystemExit):
@@ -187,19 +190,20 @@ def ending_on_exceptions_in_threads(heartbeat: Heartbeat) -> Iterator[None]:
         if heartbeat.may_fail & {str(frame.f_globals.get("__name__")).partition(".")[0] for frame in frames}:
             return
         if may_mean_a_lost_peer(error):
-            heartbeat.miss()
+            heartbeat.wait_for_verdict()
         name = arguments.thread.name if arguments.thread else "a thread"
         heartbeat.end(f"{summary(error)} (in thread {name!r})", code_of(error))
 
-    before, threading.excepthook = threading.excepthook, raised
+    previous_hook = threading.excepthook
+    threading.excepthook = end_on_exception
     try:
         yield
     finally:
-        threading.excepthook = before
+        threading.excepthook = previous_hook
 
 
 class Link:
-    """The connections of a process to its peers, as streams of messages. For one thread, except for `wake`."""
+    """Connects a process to its peers with streams of messages. Only `wake` may be called from another thread."""
 
     def __init__(self, connections: dict[int, JsonSocket]):
         self.connections = connections
@@ -213,18 +217,18 @@ class Link:
             self._selector.register(connection, selectors.EVENT_READ, process)
 
     def wake(self) -> None:
-        """Ends the wait in `receive`. From any thread."""
+        """Ends the wait in `receive`. May be called from any thread."""
         self._wakeup_write.send(b"!")
 
     def send(self, message: Message) -> None:
-        """To all."""
+        """Sends a message to all peers."""
         record = asdict(message)
         for connection in self.connections.values():
-            with contextlib.suppress(OSError):  # its silence reports a peer that cannot receive
+            with contextlib.suppress(OSError):  # a peer that cannot receive is detected by its silence
                 connection.send(record)
 
     def receive(self, seconds: float) -> Iterator[tuple[int, Message | Lost]]:
-        """What arrives from which process; waits for at most so many seconds."""
+        """Yields the messages and losses of connections, each with its process. Waits for at most `seconds`."""
         ready = self._ready or [event.data for event, _ in self._selector.select(max(0.0, seconds))]
         self._ready = ()
         for process in ready:
@@ -235,14 +239,15 @@ class Link:
                     yield process, event
 
     def drain(self, seconds: float) -> None:
-        """Discards messages until every peer has disconnected, or the seconds are over."""
-        until = time.monotonic() + seconds
-        while self.connections and time.monotonic() < until:
+        """Discards messages until every peer has disconnected, for at most `seconds`."""
+        deadline = time.monotonic() + seconds
+        while self.connections and time.monotonic() < deadline:
             for _ in self.receive(0.05):
                 pass
 
     def _read(self, process: int) -> Iterator[Message | Lost]:
-        connection, more = self.connections[process], True
+        connection = self.connections[process]
+        more = True
         try:
             while more:
                 for record in connection.receive():
@@ -254,9 +259,9 @@ class Link:
                 more = connection.has_messages
         except OSError:
             self._drop(process)
-            yield Lost(_GONE)
+            yield Lost(_DISCONNECTED)
         except ValueError:
-            yield Lost(_NONSENSE)
+            yield Lost(_UNKNOWN_MESSAGE)
 
     def _drop(self, process: int) -> None:
         connection = self.connections.pop(process, None)

@@ -1,4 +1,4 @@
-"""Slurm's short forms: `gpu[001-003,007]` for host names, `2(x3),1` for numbers a host.
+"""Expands Slurm's short forms: `gpu[001-003,007]` for host names, `2(x3),1` for a number per host.
 
 The forms are those of Slurm's manual: https://slurm.schedmd.com/scontrol.html (hostlists) and sbatch's
 `SLURM_TASKS_PER_NODE`.
@@ -11,41 +11,46 @@ from itertools import product
 
 from jaxmnt.errors import shortened
 
-_NAMES_AT_MOST = 100_000
-_WIDTH_AT_MOST = 18
-"""Digits of a number."""
+_MAX_NAMES = 100_000
+_MAX_DIGITS = 18
+"""Most digits that a number may have."""
 
 
-def hosts_in(text: str) -> list[str]:
-    """The names of a hostlist, in its order. Raises `ValueError` if it is none, before it would take much memory."""
+def expand_hostlist(text: str) -> list[str]:
+    """Returns the names of a hostlist, in its order.
+
+    Raises `ValueError` if the text is not a hostlist, and before a very long one takes much memory.
+    """
     names: list[str] = []
     for part in _split(text):
         pieces = re.split(r"(\[[^\[\]]*\])", part)
+        # Every second piece is outside brackets, so a bracket there has no partner.
         if any(bracket in piece for piece in pieces[::2] for bracket in "[]") or not part:
             raise ValueError(f"{shortened(text)!r} is not a list of hosts")
         choices: list[_Numbers | list[str]] = [
             _Numbers(piece[1:-1]) if piece.startswith("[") else [piece] for piece in pieces
         ]
-        if len(names) + math.prod(map(len, choices)) > _NAMES_AT_MOST:
-            raise ValueError(f"{shortened(text)!r} is not a list of hosts: it has more than {_NAMES_AT_MOST}")
-        names += ["".join(chosen) for chosen in product(*choices)]
+        if len(names) + math.prod(map(len, choices)) > _MAX_NAMES:
+            raise ValueError(f"{shortened(text)!r} is not a list of hosts: it has more than {_MAX_NAMES}")
+        names += ["".join(parts) for parts in product(*choices)]
     return names
 
 
-def counts_in(text: str) -> list[int]:
-    """The numbers of a list such as `2(x3),1`: 2, 2, 2, 1. Raises `ValueError` if it is none."""
+def expand_counts(text: str) -> list[int]:
+    """Returns the numbers of a list such as `2(x3),1`: 2, 2, 2, 1. Raises `ValueError` for any other text."""
     counts: list[int] = []
     for part in text.split(","):
-        found = re.fullmatch(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?", part.strip())
-        if not found or len(counts) + int(found[2] or 1) > _NAMES_AT_MOST:
+        match = re.fullmatch(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?", part.strip())
+        if not match or len(counts) + int(match[2] or 1) > _MAX_NAMES:
             raise ValueError(f"{shortened(text)!r} is not a list of numbers such as 2(x3),1")
-        counts += [int(found[1])] * int(found[2] or 1)
+        counts += [int(match[1])] * int(match[2] or 1)
     return counts
 
 
 def _split(text: str) -> list[str]:
-    """At the commas that are not in brackets."""
-    parts, inside = [""], False
+    """Splits a hostlist at the commas that are not in brackets."""
+    parts = [""]
+    inside = False
     for piece in re.split(r"([\[\],])", text):
         if piece == "," and not inside:
             parts.append("")
@@ -56,14 +61,14 @@ def _split(text: str) -> list[str]:
 
 
 class _Numbers:
-    """`001-003,007`: 001, 002, 003, 007, made one by one. Raises `ValueError` if the text is no such."""
+    """Iterates over numbers such as `001-003,007`: 001, 002, 003, 007. Raises `ValueError` for any other text."""
 
     def __init__(self, text: str):
         self._ranges: list[tuple[range, int]] = []
         for part in text.split(","):
-            found = re.fullmatch(r"([0-9]+)(?:-([0-9]+))?", part.strip())
-            first, last = (found[1], found[2] or found[1]) if found else ("", "")
-            if not found or max(len(first), len(last)) > _WIDTH_AT_MOST or int(last) < int(first):
+            match = re.fullmatch(r"([0-9]+)(?:-([0-9]+))?", part.strip())
+            first, last = (match[1], match[2] or match[1]) if match else ("", "")
+            if not match or max(len(first), len(last)) > _MAX_DIGITS or int(last) < int(first):
                 raise ValueError(f"[{shortened(text)}] is not a range of numbers")
             self._ranges.append((range(int(first), int(last) + 1), len(first)))
 

@@ -1,4 +1,4 @@
-"""Which process of how many this is, and which GPUs are its own: from the config, or from what started it."""
+"""Determines the number of this process, the count of all, and its GPUs, from the config or from its launcher."""
 
 import os
 import re
@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from jaxmnt.config.schema import Cluster
-from jaxmnt.distributed.launchers import LAUNCHERS, Claim, Machine, claims, is_address, number_of, shown
-from jaxmnt.distributed.local_gpus import gpus_here, own_gpus
+from jaxmnt.distributed.launchers import LAUNCHERS, Claim, Machine, claims, format_variables, is_address, parse_number
+from jaxmnt.distributed.local_gpus import assigned_gpus, gpus_here
 from jaxmnt.errors import ConfigError, printable, shortened
 
 VARIABLES = {
@@ -16,20 +16,20 @@ VARIABLES = {
     "processes": "JAX_NUM_PROCESSES",
     "process_id": "JAX_PROCESS_ID",
 }
-"""The same names that JAX itself reads."""
+"""Environment variables for these settings: the names that JAX itself reads."""
 
-_PROCESSES_AT_MOST = 100_000
+_MAX_PROCESSES = 100_000
 
 
 @dataclass(frozen=True)
 class Identity:
-    """This process's place in the run. `coordinator` is None when it is alone."""
+    """The number of this process in the run, and how to reach process 0. `coordinator` is None in a single process."""
 
     process_id: int = 0
     processes: int = 1
     coordinator: str | None = None
     local_devices: tuple[int, ...] | None = None
-    """Its GPUs, by their places among those that it sees; None is all of them."""
+    """Indices of its GPUs among the GPUs that it sees; None means all of them."""
 
     @property
     def alone(self) -> bool:
@@ -37,37 +37,37 @@ class Identity:
 
     @property
     def address(self) -> tuple[str, int]:
-        """Host and port of process 0."""
+        """The host and port of process 0."""
         assert self.coordinator is not None
         host, _, port = self.coordinator.rpartition(":")
         return host.strip("[]"), int(port)
 
     @property
     def label(self) -> str:
-        """`process 1 of 4 on HOST`, or nothing when alone."""
+        """`process 1 of 4 on HOST`, or an empty text in a single process."""
         return "" if self.alone else f"process {self.process_id} of {self.processes} on {socket.gethostname()}"
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a name or an address means the machine that asks."""
+    """Returns True if a host name or address always means the local machine."""
     return host in ("localhost", "::1") or host.startswith("127.")
 
 
 @dataclass(frozen=True)
 class Survey:
-    """Everything that is said about this process's place, and what comes of it."""
+    """The identity of this process, and where it comes from."""
 
     identity: Identity
     source: str
-    """Whose word it is; empty for a process about which nobody says anything."""
+    """Launcher that the identity comes from, or `explicit`; empty if nothing describes this process."""
     read: dict[str, str]
-    """The settings and variables that it came from."""
+    """Settings and variables that the identity comes from."""
     ignored: dict[str, str]
-    """What else was there, by launcher, and why it was not gone by."""
+    """For each launcher whose variables were ignored, the reason."""
 
 
 def identify(cluster: Cluster, gpus: int | None = None) -> Identity:
-    """The identity that `survey` finds for this process."""
+    """Returns the identity that `survey` determines for this process."""
     return survey(cluster, gpus=gpus).identity
 
 
@@ -77,99 +77,102 @@ def survey(
     machine: Machine | None = None,
     gpus: int | None = None,
 ) -> Survey:
-    """The identity from `cluster`, each missing setting from JAX's variables, then from the launcher's, and how it came
-    about.
+    """Determines the identity of this process, and where it comes from.
 
-    `gpus` are those of this machine; default is to count them. Raises `ConfigError` when what is said is incomplete or
-    contradicts itself.
+    Each setting comes from `cluster`, else from JAX's variables, else from the launcher's. `gpus` is the number of GPUs
+    of this machine; None counts them. Raises `ConfigError` if the settings are incomplete or contradict each other.
     """
-    chosen = cluster.launcher
+    launcher = cluster.launcher
     explicit = _explicit(cluster, environment)
-    said = claims(environment, machine or Machine.this())
-    asked = [claim for claim in said if chosen in ("auto", claim.launcher)]
-    heard = [claim for claim in asked if not claim.trouble]
-    full = list(filter(_complete, (_over(explicit, claim) for claim in heard)))
-    if _complete(explicit):
-        full.insert(0, _over(explicit, heard[0]) if heard else explicit)
-    trouble = next((claim.trouble for claim in asked if claim.trouble), "")
-    if not full:
-        _refuse_what_is_incomplete(chosen, explicit, heard, trouble)
-    winner = full[0] if full else Claim("")
-    _refuse_contradictions([explicit, *heard])
+    all_claims = claims(environment, machine or Machine.this())
+    selected = [claim for claim in all_claims if launcher in ("auto", claim.launcher)]
+    usable = [claim for claim in selected if not claim.trouble]
+    # Explicit settings come first, then the launchers in the order of LAUNCHERS.
+    complete = list(filter(_is_complete, (_override(explicit, claim) for claim in usable)))
+    if _is_complete(explicit):
+        complete.insert(0, _override(explicit, usable[0]) if usable else explicit)
+    trouble = next((claim.trouble for claim in selected if claim.trouble), "")
+    if not complete:
+        _require_complete(launcher, explicit, usable, trouble)
+    winner = complete[0] if complete else Claim("")
+    _check_contradictions([explicit, *usable])
     if trouble and winner.launcher != "explicit" and winner.processes == 1:
-        raise ConfigError(trouble)  # this would be a single process where somebody asked for several
+        raise ConfigError(trouble)  # else each of several intended processes would run as a single one
     identity = _identity(winner, _devices(cluster, winner, environment, gpus))
-    return Survey(identity, winner.launcher, winner.used, _ignored(said, asked, winner))
+    return Survey(identity, winner.launcher, winner.used, _ignored_claims(all_claims, selected, winner))
 
 
 def _explicit(cluster: Cluster, environment: Mapping[str, str]) -> Claim:
-    """What people, and `launch local`, say: the config, then JAX's variables."""
-    found, used = {}, {}
+    """Returns the claim of a person or of `launch local`: from the config, else from JAX's variables."""
+    settings, used = {}, {}
     for name, variable in VARIABLES.items():
         setting, text = getattr(cluster, name), environment.get(variable)
         if setting is not None:
-            found[name], used[f"cluster.{name}"] = setting, str(setting)
+            settings[name] = setting
+            used[f"cluster.{name}"] = str(setting)
         elif text:
             is_number = name != "coordinator"
-            found[name] = number_of(variable, text, least=int(name == "processes")) if is_number else text
+            settings[name] = parse_number(variable, text, least=int(name == "processes")) if is_number else text
             used[variable] = text
-    return Claim("explicit", used=used, **found)
+    return Claim("explicit", used=used, **settings)
 
 
-def _over(explicit: Claim, claim: Claim) -> Claim:
-    """A launcher's claim, with what was said explicitly in the place of what it says."""
-    given = {name: value for name in VARIABLES if (value := getattr(explicit, name)) is not None}
-    launcher = "explicit" if len(given) == len(VARIABLES) else claim.launcher
-    return replace(claim, **given, launcher=launcher, used=explicit.used | claim.used)
+def _override(explicit: Claim, claim: Claim) -> Claim:
+    """Returns a launcher's claim in which explicit settings replace its own."""
+    overrides = {name: value for name in VARIABLES if (value := getattr(explicit, name)) is not None}
+    launcher = "explicit" if len(overrides) == len(VARIABLES) else claim.launcher
+    return replace(claim, **overrides, launcher=launcher, used=explicit.used | claim.used)
 
 
-def _complete(claim: Claim) -> bool:
+def _is_complete(claim: Claim) -> bool:
     return claim.processes == 1 or None not in (claim.processes, claim.process_id, claim.coordinator)
 
 
-def _refuse_what_is_incomplete(chosen: str, explicit: Claim, heard: list[Claim], trouble: str) -> None:
-    """Raises `ConfigError` unless nothing at all is said."""
+def _require_complete(launcher: str, explicit: Claim, usable: list[Claim], trouble: str) -> None:
+    """Raises `ConfigError` if any setting is present, since no claim is complete."""
     if trouble:
         raise ConfigError(trouble)
-    if chosen in LAUNCHERS and not heard:
+    if launcher in LAUNCHERS and not usable:
         raise ConfigError(
-            f"cluster.launcher: {chosen} is set, but none of its environment variables are; start "
-            f"with {chosen}, or set auto"
+            f"cluster.launcher: {launcher} is set, but none of its environment variables are; start "
+            f"with {launcher}, or set auto"
         )
-    claim = next((_over(explicit, one) for one in heard if one.process_id is not None), explicit)
-    whose = f" ({shown(claim.used)})" if claim.used else ""
+    with_id = (_override(explicit, claim) for claim in usable if claim.process_id is not None)
+    claim = next(with_id, explicit)
+    source = f" ({format_variables(claim.used)})" if claim.used else ""
     if claim.processes is None and (claim.coordinator or claim.process_id is not None):
         raise ConfigError(
-            f"cluster.processes: missing, although a coordinator or process id is set{whose}; set it or "
+            f"cluster.processes: missing, although a coordinator or process id is set{source}; set it or "
             f"{VARIABLES['processes']} (1 for a single-process run)"
         )
     if claim.processes is not None and claim.process_id is None:
         raise ConfigError(
-            f"cluster.process_id: missing, with {claim.processes} processes{whose}; set it or {VARIABLES['process_id']}"
+            f"cluster.process_id: missing, with {claim.processes} processes{source}; set it or "
+            f"{VARIABLES['process_id']}"
         )
     if claim.processes is not None and not claim.coordinator:
         raise ConfigError(
-            f"cluster.coordinator: missing, with {claim.processes} processes{whose}; "
+            f"cluster.coordinator: missing, with {claim.processes} processes{source}; "
             f"set it or {VARIABLES['coordinator']} to HOST:PORT of process 0"
         )
 
 
-def _refuse_contradictions(said: list[Claim]) -> None:
-    """Raises `ConfigError` if two say different things: the number of this process, or of all."""
+def _check_contradictions(all_claims: list[Claim]) -> None:
+    """Raises `ConfigError` if two claims differ in the number of this process, or in the count of all."""
     for name in ("processes", "process_id"):
-        known = [claim for claim in said if getattr(claim, name) is not None]
-        for claim in known[1:]:
-            one, other = getattr(known[0], name), getattr(claim, name)
-            if one != other:
+        with_setting = [claim for claim in all_claims if getattr(claim, name) is not None]
+        for claim in with_setting[1:]:
+            first = with_setting[0]
+            if getattr(first, name) != getattr(claim, name):
                 raise ConfigError(
-                    f"cluster.{name}: {known[0].launcher} says {_with_source(one, known[0])}, {claim.launcher} "
-                    f"says {_with_source(other, claim)}; unset what is stale, or set "
-                    f"cluster.launcher={known[0].launcher} or {claim.launcher} to ignore the other"
+                    f"cluster.{name}: {first.launcher} says {_with_source(getattr(first, name), first)}, "
+                    f"{claim.launcher} says {_with_source(getattr(claim, name), claim)}; unset what is stale, or set "
+                    f"cluster.launcher={first.launcher} or {claim.launcher} to ignore the other"
                 )
 
 
-def _with_source(value: int, claim: Claim) -> str:
-    return f"{value} ({shown({name: text for name, text in claim.used.items() if text == str(value)})})"
+def _with_source(number: int, claim: Claim) -> str:
+    return f"{number} ({format_variables({name: text for name, text in claim.used.items() if text == str(number)})})"
 
 
 def _devices(
@@ -179,46 +182,48 @@ def _devices(
         return tuple(cluster.local_devices)
     if environment.get("JAX_PLATFORMS") == "cpu":
         return None
-    return own_gpus(winner.neighbours, environment, gpus_here() if gpus is None else gpus)
+    return assigned_gpus(winner.neighbours, environment, gpus_here() if gpus is None else gpus)
 
 
 def _identity(winner: Claim, devices: tuple[int, ...] | None) -> Identity:
-    processes, process_id = winner.processes or 1, winner.process_id or 0
+    processes = winner.processes or 1
+    process_id = winner.process_id or 0
     if process_id >= processes:
         raise ConfigError(
             f"cluster.process_id: {process_id} is out of range for {processes} processes "
             f"(0 to {processes - 1}); correct it or cluster.processes"
         )
-    if processes > _PROCESSES_AT_MOST:
-        raise ConfigError(f"cluster.processes: {processes} are more than {_PROCESSES_AT_MOST}; correct it")
+    if processes > _MAX_PROCESSES:
+        raise ConfigError(f"cluster.processes: {processes} are more than {_MAX_PROCESSES}; correct it")
     if processes == 1:
         return Identity(local_devices=devices)
     assert winner.coordinator is not None
-    found = re.fullmatch(r"([^\s/]{1,255}):([0-9]{1,5})", winner.coordinator)
-    if not found or not _names_a_host(found[1]) or is_address(winner.coordinator) or not 0 < int(found[2]) < 65536:
-        shown = shortened(winner.coordinator)
-        raise ConfigError(f"cluster.coordinator: {shown!r} is not HOST:PORT, such as node0:12355 or [::1]:12355")
+    match = re.fullmatch(r"([^\s/]{1,255}):([0-9]{1,5})", winner.coordinator)
+    if not match or not _is_host(match[1]) or is_address(winner.coordinator) or not 0 < int(match[2]) < 65536:
+        text = shortened(winner.coordinator)
+        raise ConfigError(f"cluster.coordinator: {text!r} is not HOST:PORT, such as node0:12355 or [::1]:12355")
     return Identity(process_id, processes, winner.coordinator, devices)
 
 
-def _names_a_host(text: str) -> bool:
-    """Returns whether a text is a name or an address of a host; an IPv6 address may have brackets, and nothing else."""
+def _is_host(text: str) -> bool:
+    """Returns True if a text is a host name or an IP address; only an IPv6 address may have brackets."""
     inside = text[1:-1] if text.startswith("[") and text.endswith("]") else text
     return text.isprintable() and (is_address(inside) or (inside == text and not set(text) & set(":[]")))
 
 
-def _ignored(said: list[Claim], asked: list[Claim], winner: Claim) -> dict[str, str]:
+def _ignored_claims(all_claims: list[Claim], selected: list[Claim], winner: Claim) -> dict[str, str]:
+    """Returns, for each launcher whose claim was ignored, the reason."""
     ignored = {}
-    for claim in said:
-        if claim not in asked:
-            ignored[claim.launcher] = f"another launcher was chosen ({shown(claim.used)})"
+    for claim in all_claims:
+        if claim not in selected:
+            ignored[claim.launcher] = f"another launcher was chosen ({format_variables(claim.used)})"
         elif claim.trouble:
             ignored[claim.launcher] = claim.trouble
         elif claim.launcher != winner.launcher:
-            what = "does not say which process this is"
+            reason = "does not say which process this is"
             if claim.process_id is not None:
-                what = "says the same"
+                reason = "says the same"
                 if claim.coordinator not in (None, winner.coordinator):
-                    what += f", but that process 0 is at {printable(str(claim.coordinator))}"
-            ignored[claim.launcher] = f"{what} ({shown(claim.used)})"
+                    reason += f", but that process 0 is at {printable(str(claim.coordinator))}"
+            ignored[claim.launcher] = f"{reason} ({format_variables(claim.used)})"
     return ignored

@@ -1,4 +1,4 @@
-"""Objects as lines of JSON over a TCP connection that is watched with others by a selector."""
+"""Sends and receives JSON objects as lines over a TCP connection, which a selector may watch together with others."""
 
 import json
 import math
@@ -13,17 +13,17 @@ _DIGITS = 20
 
 
 def parse(line: bytes) -> dict[str, Any]:
-    """The object in a line. Raises `ValueError` for anything else, and for numbers that no process says."""
+    """Returns the object in a line. Raises `ValueError` for any other content, and for numbers that are too large."""
     try:
-        found = json.loads(line.decode(), parse_constant=_finite, parse_int=_whole, parse_float=_finite)
+        message = json.loads(line.decode(), parse_constant=_finite, parse_int=_integer, parse_float=_finite)
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
-    if not isinstance(found, dict):
+    if not isinstance(message, dict):
         raise ValueError("no object")
-    return found
+    return message
 
 
-def _whole(text: str) -> int:
+def _integer(text: str) -> int:
     if len(text) > _DIGITS:
         raise ValueError("a number too large")
     return int(text)
@@ -37,54 +37,55 @@ def _finite(text: str) -> float:
 
 
 class JsonSocket:
-    """One end of a connection that carries objects as lines.
+    """One end of a connection that carries JSON objects as lines.
 
-    It goes from the rendezvous to the heartbeat as a whole, with what has arrived. For one thread at a time.
+    The rendezvous hands it to the heartbeat, together with messages that have already arrived. Only one thread may use
+    it at a time.
     """
 
     def __init__(self, connection: socket.socket):
         self.connection = connection
         self.longest_line = LONGEST_LINE
-        """Bytes of a line that are taken; less, as long as little is to be said."""
+        """Most bytes that a line may have; fewer during the rendezvous."""
         self._received = b""
         self._messages: list[dict[str, Any]] = []
-        self._nonsense: ValueError | None = None
-        """What is wrong with the line after these."""
+        self._error: ValueError | None = None
+        """Error in the line that follows `_messages`."""
 
     def fileno(self) -> int:
         return self.connection.fileno()
 
     def send(self, message: dict[str, Any], seconds: float = _SEND_SECONDS) -> None:
-        """Raises `OSError` if the peer is gone, or cannot take it within so many seconds."""
+        """Sends a message. Raises `OSError` if the peer is gone, or does not accept it within `seconds`."""
         self.connection.settimeout(seconds)
         self.connection.sendall(json_text(message).encode() + b"\n")
 
     def receive(self, seconds: float = 0.0) -> list[dict[str, Any]]:
-        """What arrives within so many seconds, or has arrived before; perhaps nothing.
+        """Returns messages that have already arrived, else those that arrive within `seconds`; the list may be empty.
 
-        Raises `OSError` if the peer is gone, and `ValueError` if it says what no process says.
+        Raises `OSError` if the peer is gone, and `ValueError` if it has sent an invalid line.
         """
         if not self._messages:
-            if self._nonsense is not None:
-                nonsense, self._nonsense = self._nonsense, None
-                raise nonsense
+            if self._error is not None:
+                error, self._error = self._error, None
+                raise error
             self._read(seconds)
         messages, self._messages = self._messages, []
         return messages
 
     def receive_one(self, seconds: float) -> dict[str, Any] | None:
-        """The first message of `receive`, if there is one. The rest is left for later."""
+        """Returns the first message of `receive`, or None if there is none. Keeps the others for later."""
         messages = self.receive(seconds)
         self._messages = messages[1:]
         return messages[0] if messages else None
 
     @property
     def has_messages(self) -> bool:
-        """Whether there is something to receive, or wrong, of which a selector does not know."""
-        return bool(self._messages) or self._nonsense is not None
+        """True if a message or an error has already been read from the socket, so that a selector does not show it."""
+        return bool(self._messages) or self._error is not None
 
-    def is_over(self) -> bool:
-        """Whether the peer has closed it, and all that it said has been read."""
+    def is_closed(self) -> bool:
+        """Returns True if the peer has closed the connection, and everything that it sent has been read."""
         self.connection.settimeout(0.0)
         try:
             return self.connection.recv(1, socket.MSG_PEEK) == b""
@@ -114,4 +115,4 @@ class JsonSocket:
         except ValueError as error:
             if not self._messages:
                 raise
-            self._nonsense = error
+            self._error = error  # raised once the messages before it have been received

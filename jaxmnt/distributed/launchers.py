@@ -1,7 +1,7 @@
-"""What the environment of a process says about its place in a run: one reader for each kind of launcher.
+"""Reads the identity of a process from the variables of its launcher: one reader for each kind of launcher.
 
-A reader takes variables and gives a `Claim`, or None where there is nothing of its launcher. It never guesses: what a
-launcher should have said and did not is the claim's `trouble`.
+A reader returns a `Claim`, or None if no variable of its launcher is set. It never guesses: the claim's `trouble` tells
+which information is missing.
 """
 
 import ipaddress
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
-from jaxmnt.distributed.hostlist import counts_in, hosts_in
+from jaxmnt.distributed.hostlist import expand_counts, expand_hostlist
 from jaxmnt.distributed.local_gpus import Neighbours
 from jaxmnt.errors import ConfigError, printable, shortened
 
@@ -22,19 +22,19 @@ _Item = TypeVar("_Item")
 
 DEFAULT_PORT = 12355
 _FIRST_PORT, _PORTS = 61440, 4096
-"""Above those that Linux gives away by itself (net.ipv4.ip_local_port_range)."""
+"""First and number of the ports above those that Linux assigns by itself (net.ipv4.ip_local_port_range)."""
 _LOCALHOST = "127.0.0.1"
-_LARGEST = 2**32 - 1
-"""No number of a process, host, job or step is larger anywhere."""
+_MAX_NUMBER = 2**32 - 1
+"""Largest number of a process, host, job or step that any launcher uses."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What a reader needs to know of this machine."""
+    """Properties of this machine that readers need."""
 
     hostname: str
     domain: str
-    """What /etc/hosts adds to the host name; empty if nothing."""
+    """Domain of the host name in /etc/hosts; empty if there is none."""
 
     @classmethod
     def this(cls) -> "Machine":
@@ -44,13 +44,13 @@ class Machine:
         except OSError:
             lines = []
         names = (name for line in lines for name in line.partition("#")[0].split()[1:])
-        longer = next((name for name in names if name.startswith(f"{hostname}.")), "")
-        return cls(hostname, longer.partition(".")[2])
+        full_name = next((name for name in names if name.startswith(f"{hostname}.")), "")
+        return cls(hostname, full_name.partition(".")[2])
 
 
 @dataclass(frozen=True)
 class Claim:
-    """What one launcher says. What is None it did not say."""
+    """The identity of this process according to one launcher. Fields that it does not provide are None."""
 
     launcher: str
     process_id: int | None = None
@@ -59,89 +59,95 @@ class Claim:
     """HOST:PORT."""
     neighbours: Neighbours = field(default_factory=Neighbours)
     used: dict[str, str] = field(default_factory=dict)
-    """The variables that it was read from."""
+    """Variables that it was read from."""
     trouble: str = ""
-    """Why this cannot be gone by, and what to do; empty if it can."""
+    """Reason for which the claim cannot be used, and what to do; empty if it can."""
 
     def __str__(self) -> str:
         if self.processes is None or self.process_id is None:
             return self.launcher
-        return f"{self.launcher} says process {self.process_id} of {self.processes} ({shown(self.used)})"
+        return f"{self.launcher} says process {self.process_id} of {self.processes} ({format_variables(self.used)})"
 
 
-def shown(variables: Mapping[str, str]) -> str:
+def format_variables(variables: Mapping[str, str]) -> str:
     return ", ".join(f"{name}={printable(value)}" for name, value in variables.items())
 
 
 def slurm(environment: Environment, machine: Machine) -> Claim | None:
-    """A task of `srun`. What else is in an allocation (a batch script, the shell of salloc) is no process of a run."""
+    """Reads the claim for a task of `srun`.
+
+    Other programs in an allocation (a batch script, the shell of salloc) are not processes of a run.
+    """
     if not environment.get("SLURM_JOB_ID"):
         return None
-    job = number_of("SLURM_JOB_ID", environment["SLURM_JOB_ID"])
+    job = parse_number("SLURM_JOB_ID", environment["SLURM_JOB_ID"])
     step = environment.get("SLURM_STEP_ID", "")
-    if step in _NAMES_OF_SPECIAL_STEPS or number_of("SLURM_STEP_ID", step) >= _FIRST_SPECIAL_STEP:
+    if step in _NAMES_OF_SPECIAL_STEPS or parse_number("SLURM_STEP_ID", step) >= _FIRST_SPECIAL_STEP:
         return _outside_srun(environment)
-    if number_of("SLURM_HET_SIZE", environment.get("SLURM_HET_SIZE") or "1") > 1:
+    if parse_number("SLURM_HET_SIZE", environment.get("SLURM_HET_SIZE") or "1") > 1:
         return Claim("slurm", trouble="a heterogeneous Slurm job has no single list of tasks; set cluster.* by hand")
     read = _Reader("slurm", environment)
     processes, process_id = read.number("SLURM_STEP_NUM_TASKS"), read.number("SLURM_PROCID")
     if processes == 1 and {environment.get(name, "1") for name in ("SLURM_NTASKS", "SLURM_NNODES")} != {"1"}:
         return _outside_srun(environment)  # an interactive shell, in a step that keeps the allocation's variables
-    node, local = read.number("SLURM_NODEID"), read.number("SLURM_LOCALID")
-    hosts, tasks = read.listed("SLURM_STEP_NODELIST", hosts_in), read.listed("SLURM_STEP_TASKS_PER_NODE", counts_in)
-    if len(hosts) != len(tasks) or sum(tasks) != processes or node >= len(hosts) or local >= tasks[node]:
-        raise ConfigError(f"the variables of Slurm contradict each other: {shown(read.used)}; start with srun")
+    node = read.number("SLURM_NODEID")
+    local_rank = read.number("SLURM_LOCALID")
+    hosts = read.parsed("SLURM_STEP_NODELIST", expand_hostlist)
+    tasks = read.parsed("SLURM_STEP_TASKS_PER_NODE", expand_counts)
+    if len(hosts) != len(tasks) or sum(tasks) != processes or node >= len(hosts) or local_rank >= tasks[node]:
+        raise ConfigError(
+            f"the variables of Slurm contradict each other: {format_variables(read.used)}; start with srun"
+        )
     gpus = read.optional_number("SLURM_GPUS_ON_NODE")
-    read.optional_number("SLURM_RESTART_COUNT")  # for people: how often the job was requeued
+    read.optional_number("SLURM_RESTART_COUNT")  # only shown: how often the job was requeued
+    # All tasks compute the same port, and different steps of a job different ones.
     port = _FIRST_PORT + (job + 509 * int(step)) % _PORTS
     first = hosts[0] if len(hosts) > 1 else _LOCALHOST
     return Claim(
-        "slurm", process_id, processes, f"{first}:{port}", Neighbours(local, tasks[node], gpus), read.used
+        "slurm", process_id, processes, f"{first}:{port}", Neighbours(local_rank, tasks[node], gpus), read.used
     )  # fmt: skip
 
 
 _FIRST_SPECIAL_STEP = 2**32 - 16
-"""From here on Slurm numbers what is no step of srun's."""
+"""First of the numbers that Slurm gives to steps that srun did not start."""
 _NAMES_OF_SPECIAL_STEPS = ("", "interactive", "batch", "extern")
 
 
 def _outside_srun(environment: Environment) -> Claim:
     names = ("SLURM_NTASKS", "SLURM_NNODES", "SLURM_JOB_NUM_NODES", "SLURM_NTASKS_PER_NODE")
-    asked = next((text for name in names if (text := environment.get(name, "1")) not in ("", "1")), None)
+    count = next((text for name in names if (text := environment.get(name, "1")) not in ("", "1")), None)
     job = environment["SLURM_JOB_ID"]
     trouble = (
-        f"this process is in Slurm job {job} with {asked} tasks or nodes, but srun did not start it; start it with "
+        f"this process is in Slurm job {job} with {count} tasks or nodes, but srun did not start it; start it with "
         "srun, or set cluster.launcher=explicit for a single-process run"
     )
-    return Claim("slurm", used={"SLURM_JOB_ID": job}, trouble=trouble if asked else "")
+    return Claim("slurm", used={"SLURM_JOB_ID": job}, trouble=trouble if count else "")
 
 
 def kubernetes(environment: Environment, machine: Machine) -> Claim | None:
-    """A pod of an Indexed Job, alone or in a JobSet, with a headless service.
+    """Reads the claim for a pod of an Indexed Job, alone or in a JobSet, with a headless service.
 
-    The index comes from Kubernetes; the name of pod 0 follows from this one's. No right to ask the API server is
-    needed. How many pods there are only the manifest knows (`JAX_NUM_PROCESSES`). In a JobSet of several jobs the
-    manifest also hands in the label `job-global-index` as `JOB_GLOBAL_INDEX`, the pods of each as `PROCESSES_IN_JOB`,
-    and `JAX_COORDINATOR_ADDRESS`.
+    Kubernetes sets the index; the name of pod 0 follows from this pod's. No access to the API server is needed. The
+    manifest must provide the number of pods (`JAX_NUM_PROCESSES`). In a JobSet of several jobs it must also provide the
+    label `job-global-index` as `JOB_GLOBAL_INDEX`, the pods of each job as `PROCESSES_IN_JOB`, and
+    `JAX_COORDINATOR_ADDRESS`.
     """
     if "JOB_COMPLETION_INDEX" not in environment:
         return None
     read = _Reader("kubernetes", environment)
-    index, job, pods = (
-        read.number("JOB_COMPLETION_INDEX"),
-        read.optional_number("JOB_GLOBAL_INDEX"),
-        read.optional_number("PROCESSES_IN_JOB"),
-    )
+    index = read.number("JOB_COMPLETION_INDEX")
+    job = read.optional_number("JOB_GLOBAL_INDEX")
+    pods = read.optional_number("PROCESSES_IN_JOB")
     if pods is not None and index >= pods:
         raise ConfigError(
-            f"JOB_COMPLETION_INDEX: {index} is beyond the {pods} pods of its job ({shown(read.used)}); set "
+            f"JOB_COMPLETION_INDEX: {index} is beyond the {pods} pods of its job ({format_variables(read.used)}); set "
             "PROCESSES_IN_JOB to the completions of each job"
         )
     if job is not None and pods is not None:
         return Claim("kubernetes", job * pods + index, used=read.used)
     service = machine.domain.partition(".")[0]
-    of_jobset = re.fullmatch(rf"{re.escape(service)}-.+-([0-9]+)-[0-9]+", machine.hostname) if service else None
-    if (of_jobset and int(of_jobset[1]) > 0) or job:
+    in_jobset = re.fullmatch(rf"{re.escape(service)}-.+-([0-9]+)-[0-9]+", machine.hostname) if service else None
+    if (in_jobset and int(in_jobset[1]) > 0) or job:
         return Claim(
             "kubernetes",
             used=read.used,
@@ -156,22 +162,28 @@ def kubernetes(environment: Environment, machine: Machine) -> Claim | None:
 
 
 def mpi(environment: Environment, machine: Machine) -> Claim | None:
-    """A process of Open MPI's mpirun, of PRRTE's prun, or of Hydra's mpiexec (MPICH, Intel MPI)."""
+    """Reads the claim for a process of Open MPI's mpirun, of PRRTE's prun, or of Hydra's mpiexec (MPICH, Intel MPI)."""
     names = next((names for names in _MPI_NAMES if environment.get(names[0])), None)
     if names is None:
         return None
     read = _Reader("mpi", environment)
     process_id = read.number(names[0])
-    processes, local, together = map(read.optional_number, names[1:])
+    processes, local_rank, local_processes = map(read.optional_number, names[1:])
     if processes is None:
         return Claim("mpi", process_id, used=read.used)
-    _check_local(local, together, read.used)
-    found = re.match(r"([0-9]+)\.[0-9]+;tcp6?://(\[[^\]]+\]|[^:,\[]+)", environment.get(_HEAD, ""))
-    port = _FIRST_PORT + zlib.crc32(found[1].encode()) % _PORTS if found else DEFAULT_PORT
-    coordinator = f"{_LOCALHOST}:{port}" if together == processes else f"{found[2]}:{port}" if found else None
-    if found:
-        read.used[_HEAD] = environment[_HEAD]
-    return Claim("mpi", process_id, processes, coordinator, Neighbours(local or 0, together or 1), read.used)
+    _check_local(local_rank, local_processes, read.used)
+    # The job's number in mpirun's URI makes the port differ among jobs; its address is that of process 0's host.
+    uri = re.match(r"([0-9]+)\.[0-9]+;tcp6?://(\[[^\]]+\]|[^:,\[]+)", environment.get(_MPIRUN_URI, ""))
+    port = _FIRST_PORT + zlib.crc32(uri[1].encode()) % _PORTS if uri else DEFAULT_PORT
+    coordinator = None
+    if local_processes == processes:
+        coordinator = f"{_LOCALHOST}:{port}"
+    elif uri:
+        coordinator = f"{uri[2]}:{port}"
+    if uri:
+        read.used[_MPIRUN_URI] = environment[_MPIRUN_URI]
+    neighbours = Neighbours(local_rank or 0, local_processes or 1)
+    return Claim("mpi", process_id, processes, coordinator, neighbours, read.used)
 
 
 _MPI_NAMES = (
@@ -179,13 +191,13 @@ _MPI_NAMES = (
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     ("PMIX_RANK", "PMIX_SIZE", "PMIX_LOCAL_RANK", "PMIX_LOCAL_SIZE"),
 )
-"""Rank, count, and the same on this machine."""
-_HEAD = "OMPI_MCA_orte_hnp_uri"
-"""Where mpirun itself runs."""
+"""Variables of the rank and the number of processes, in the run and on this machine."""
+_MPIRUN_URI = "OMPI_MCA_orte_hnp_uri"
+"""Variable with the job's number and the address of mpirun itself."""
 
 
 def torchrun(environment: Environment, machine: Machine) -> Claim | None:
-    """RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as torchrun and many launchers set them."""
+    """Reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as torchrun and many other launchers set them."""
     rank, size = environment.get("RANK", ""), environment.get("WORLD_SIZE", "")
     if not rank and size in ("", "1"):
         return None
@@ -196,13 +208,15 @@ def torchrun(environment: Environment, machine: Machine) -> Claim | None:
         return Claim(
             "torchrun",
             used={name: environment[name] for name in ("RANK", "WORLD_SIZE") if environment.get(name)},
-            trouble="RANK and WORLD_SIZE belong together, and only one is set; set both, or unset what is left over",
+            trouble="RANK and WORLD_SIZE belong together, but only one is set; set both, or unset the other",
         )
-    process_id, processes = read.number("RANK"), read.number("WORLD_SIZE")
-    local, together = read.optional_number("LOCAL_RANK"), read.optional_number("LOCAL_WORLD_SIZE")
-    host = _master(environment.get("MASTER_ADDR", "").strip())
+    process_id = read.number("RANK")
+    processes = read.number("WORLD_SIZE")
+    local_rank = read.optional_number("LOCAL_RANK")
+    local_processes = read.optional_number("LOCAL_WORLD_SIZE")
+    host = _parse_master(environment.get("MASTER_ADDR", "").strip())
     port = read.optional_number("MASTER_PORT") or DEFAULT_PORT
-    _check_local(local, together, read.used)
+    _check_local(local_rank, local_processes, read.used)
     if host:
         read.used["MASTER_ADDR"] = environment["MASTER_ADDR"]
     if environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
@@ -210,23 +224,24 @@ def torchrun(environment: Environment, machine: Machine) -> Claim | None:
     name = f"[{host}]" if host and ":" in host else host
     return Claim(
         "torchrun", process_id, processes, f"{name}:{port}" if name else None,
-        Neighbours(local or 0, together or 1), read.used,
+        Neighbours(local_rank or 0, local_processes or 1), read.used,
     )  # fmt: skip
 
 
-def _master(text: str) -> str:
-    """Returns the host that MASTER_ADDR names, without brackets; empty if it names none."""
+def _parse_master(text: str) -> str:
+    """Returns the host in MASTER_ADDR, without brackets; empty if there is none."""
     host = text[1:-1] if text.startswith("[") and text.endswith("]") else text
     if is_address(host) or re.fullmatch(r"[^\s/:\[\]]*", host):
         return host
-    if (found := re.fullmatch(r"(.+):([0-9]+)", text)) and (is_address(found[1].strip("[]")) or ":" not in found[1]):
-        better = printable(f"MASTER_ADDR={found[1].strip('[]')} MASTER_PORT={found[2]}")
-        raise ConfigError(f"MASTER_ADDR: {shortened(repr(text))} has a port in it; set {better}")
+    match = re.fullmatch(r"(.+):([0-9]+)", text)
+    if match and (is_address(match[1].strip("[]")) or ":" not in match[1]):
+        correction = printable(f"MASTER_ADDR={match[1].strip('[]')} MASTER_PORT={match[2]}")
+        raise ConfigError(f"MASTER_ADDR: {shortened(repr(text))} has a port in it; set {correction}")
     raise ConfigError(f"MASTER_ADDR: {shortened(repr(text))} must be the name or the address of a host; correct it")
 
 
 def is_address(text: str) -> bool:
-    """Returns whether a text is an IP address, without brackets."""
+    """Returns True if a text is an IP address, without brackets."""
     try:
         ipaddress.ip_address(text)
     except ValueError:
@@ -237,7 +252,8 @@ def is_address(text: str) -> bool:
 def _check_local(rank: int | None, processes: int | None, used: Mapping[str, str]) -> None:
     if rank is not None and processes is not None and rank >= processes:
         raise ConfigError(
-            f"process {rank} of {processes} on its host is out of range ({shown(used)}); correct the variables"
+            f"process {rank} of {processes} on its host is out of range ({format_variables(used)}); correct the "
+            "variables"
         )
 
 
@@ -247,33 +263,33 @@ LAUNCHERS: dict[str, Callable[[Environment, Machine], Claim | None]] = {
     "mpi": mpi,
     "torchrun": torchrun,
 }
-"""In the order in which they count."""
+"""The reader of each launcher, in order of precedence."""
 
 
 def claims(environment: Environment, machine: Machine) -> list[Claim]:
-    """What all launchers say whose variables are there. A claim whose variables make no sense is in trouble."""
-    found = []
+    """Returns the claims of all launchers whose variables are set. A claim with invalid variables has a `trouble`."""
+    all_claims = []
     for name, reader in LAUNCHERS.items():
         try:
             claim = reader(environment, machine)
         except ConfigError as error:
             claim = Claim(name, trouble=str(error))
         if claim is not None:
-            found.append(_checked(claim))
-    return found
+            all_claims.append(_check_range(claim))
+    return all_claims
 
 
-def _checked(claim: Claim) -> Claim:
-    """A process's number must be below their count."""
+def _check_range(claim: Claim) -> Claim:
+    """Returns the claim, with a `trouble` if the number of the process is not below the number of processes."""
     if claim.trouble or claim.processes is None or claim.process_id is None or claim.process_id < claim.processes:
         return claim
     return replace(claim, trouble=f"{claim}, which is out of range; correct the variables or unset them")
 
 
 class _Reader:
-    """Takes variables of one launcher out of an environment, and remembers which.
+    """Reads variables of one launcher, and records which it has read in `used`.
 
-    Its methods raise `ConfigError` for a variable that is missing or makes no sense.
+    Its methods raise `ConfigError` for a variable that is missing or invalid.
     """
 
     def __init__(self, launcher: str, environment: Environment):
@@ -281,23 +297,23 @@ class _Reader:
         self.used: dict[str, str] = {}
 
     def number(self, name: str) -> int:
-        found = self.optional_number(name)
-        if found is None:
+        number = self.optional_number(name)
+        if number is None:
             raise ConfigError(
                 f"{name}: missing, though other variables of {self._launcher} are set; set or unset all, or set "
                 "cluster.launcher=explicit for a single-process run"
             )
-        return found
+        return number
 
     def optional_number(self, name: str) -> int | None:
         text = self._environment.get(name, "").strip()
         if not text:
             return None
-        number = number_of(name, text)
+        number = parse_number(name, text)
         self.used[name] = text
         return number
 
-    def listed(self, name: str, parse: Callable[[str], list[_Item]]) -> list[_Item]:
+    def parsed(self, name: str, parse: Callable[[str], list[_Item]]) -> list[_Item]:
         self.used[name] = text = self._environment.get(name, "")
         try:
             return parse(text)
@@ -305,8 +321,11 @@ class _Reader:
             raise ConfigError(f"{name}: {error}; start with srun") from error
 
 
-def number_of(name: str, text: str, least: int = 0, most: int = _LARGEST) -> int:
-    """The number that variable `name` holds. Raises `ConfigError` for anything but ASCII digits, and beyond bounds."""
+def parse_number(name: str, text: str, least: int = 0, most: int = _MAX_NUMBER) -> int:
+    """Returns the number in `text`, the content of variable `name`.
+
+    Raises `ConfigError` for anything but ASCII digits, and for a number that is not between `least` and `most`.
+    """
     text = text.strip()
     if not re.fullmatch(r"[0-9]{1,20}", text):
         raise ConfigError(f"{name}: {shortened(text)!r} is not a number; correct the environment variable")

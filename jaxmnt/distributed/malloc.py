@@ -1,8 +1,8 @@
-"""What is asked of the C library's malloc: huge pages, and memory given back.
+"""Configures the C library's malloc: huge pages, and the return of free memory to the kernel.
 
-On a CPU a step allocates its temporaries anew, and most of what the kernel does for it is to map them page by page:
-with pages of 2 MiB it has a five-hundredth of that to do. The C library reads its variable before Python starts, so it
-is for whoever starts a process to set it.
+On a CPU a step allocates its temporaries anew, and most of the kernel's work for it is to map them page by page: with
+pages of 2 MiB there are 512 times fewer to map. The C library reads its variable before Python starts, so the program
+that starts a process has to set it.
 """
 
 import ctypes
@@ -18,22 +18,25 @@ _OFFERED = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 def huge_pages(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variable that a process needs to get huge pages; empty if it has it, or if the kernel does not offer them."""
-    set_before, offered = environment.get(VARIABLE, ""), kernel_text(_OFFERED)
-    if TUNABLE in set_before or not offered or "[never]" in offered:
+    """Returns the variable with which a process gets huge pages; empty if it is set, or if the kernel has none."""
+    current = environment.get(VARIABLE, "")
+    kernel_modes = kernel_text(_OFFERED)
+    if TUNABLE in current or not kernel_modes or "[never]" in kernel_modes:
         return {}
-    return {VARIABLE: ":".join(filter(None, (set_before, f"{TUNABLE}=1")))}
+    return {VARIABLE: ":".join(filter(None, (current, f"{TUNABLE}=1")))}
 
 
 def missing_huge_pages() -> str | None:
-    """What a process on a CPU could have been started with and was not."""
-    wanted = huge_pages(os.environ)
-    return " ".join(f"{name}={value}" for name, value in wanted.items()) or None
+    """Returns the setting `NAME=VALUE` for huge pages that this process was started without; None if there is none."""
+    variables = huge_pages(os.environ)
+    return " ".join(f"{name}={value}" for name, value in variables.items()) or None
 
 
 def return_free_memory() -> None:
-    """Gives what was freed back to the kernel. The compiler leaves hundreds of MiB in pieces that malloc would keep.
-    Does nothing with another C library than glibc."""
+    """Returns freed memory to the kernel: the compiler leaves hundreds of MiB in fragments that malloc would keep.
+
+    Does nothing with other C libraries than glibc.
+    """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(ctypes.c_size_t(0))

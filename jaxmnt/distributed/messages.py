@@ -1,4 +1,4 @@
-"""The messages between processes of a run: a dataclass each, sent as one line of JSON."""
+"""Defines the messages between processes of a run: one dataclass each, sent as one line of JSON."""
 
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
@@ -11,15 +11,15 @@ from jaxmnt.errors import ExitCode
 
 @dataclass(frozen=True)
 class Position:
-    """Where a process is."""
+    """The step and phase that a process is in."""
 
     step: int
-    """The number of steps that it has begun."""
+    """Number of steps that the process has begun."""
     phase: PrintableText
     settled: bool = False
-    """Whether a step is finished: what takes long the first time is behind it."""
+    """True once a step is finished, and with it everything that takes long only the first time."""
     own: bool = False
-    """Whether it waits for something of its own, such as input, and not for the devices or another process."""
+    """True if the process waits for something of its own, such as input, not for the devices or another process."""
 
     def __str__(self) -> str:
         return f"in step {self.step}, {self.phase}" if self.step else self.phase
@@ -92,7 +92,7 @@ class Verdict:
     """Process 0 ends the run."""
 
     exit_reason: ExitReason | AbandonedStart
-    """As JSON it is of the class that has all of its fields."""
+    """Parsed from JSON as the class that has all of its fields."""
     kind: Literal["verdict"] = "verdict"
 
 
@@ -106,4 +106,4 @@ class Bye:
 Message = Beat | Failed | Stopped | Halted | Inquiry | Here | GaveUp | Verdict | Bye
 _adapter: TypeAdapter[Message] = TypeAdapter(Annotated[Message, Field(discriminator="kind")])
 parse_message = _adapter.validate_python
-"""Makes a message of an object. Raises `ValueError` for what no process of this version sends."""
+"""Converts a JSON object to a message. Raises `ValueError` for objects that no process of this version sends."""

@@ -1,6 +1,6 @@
-"""Joining the processes of a run into one JAX runtime, and leaving it.
+"""Joins the processes of a run into one JAX runtime, and leaves it.
 
-The only module that touches JAX's coordination service.
+Only this module starts and stops JAX's coordination service.
 """
 
 import hashlib
@@ -36,16 +36,19 @@ def joined(
     digest_of_data: Callable[[], str],
     early_exit: EarlyExit | None = None,
 ) -> Iterator[Heartbeat]:
-    """Inside, the processes of the run are one JAX runtime in which each uses all the devices it can see.
+    """Within this context, the processes of the run form one JAX runtime in which each uses all devices that it sees.
 
-    Joins the rendezvous first, whose errors are those of `rendezvous.join`. `digest_of_data` returns the digest of the
-    data; if it raises a `UserError`, every process hears of it. `early_exit` is told how the others hear of a request
-    to stop early. Afterwards the heartbeat ends this process when another fails; what is raised here is told to the
-    others, and all leave together when nothing is. A single process has nobody to join and gets a heartbeat without
-    connections.
+    First joins the rendezvous, and raises the errors of `rendezvous.join`. `digest_of_data` returns the digest of the
+    data; if it raises a `UserError`, every process reports it. `early_exit` gets the functions that report an early
+    stop to the other processes. After the rendezvous the heartbeat ends this process when another one fails; an
+    exception raised inside the context is reported to the others, and without one all processes leave together. A
+    single process skips the rendezvous and gets a heartbeat without connections.
     """
-    cluster, early_exit = config.cluster, early_exit or EarlyExit(identity, exit_handler)
-    silence, patience = cluster.silence_timeout_seconds, 0.9 * cluster.heartbeat_timeout_seconds
+    cluster = config.cluster
+    early_exit = early_exit or EarlyExit(identity, exit_handler)
+    silence = cluster.silence_timeout_seconds
+    # Shorter than JAX's own timeout, which aborts without naming a process.
+    patience = 0.9 * cluster.heartbeat_timeout_seconds
     if identity.alone:
         if identity.local_devices is not None:
             import jax
@@ -53,26 +56,27 @@ def joined(
             jax.config.update("jax_cuda_visible_devices", ",".join(map(str, identity.local_devices)))
         heartbeat = Heartbeat(identity, {}, exit_handler, silence, patience)
         early_exit.fail = heartbeat.end
-        with telling(heartbeat):
+        with reporting_failures(heartbeat):
             yield heartbeat
         return
+    # A process with trouble still joins the rendezvous, so that the others report the trouble.
     digest, trouble, log = "", None, os.devnull
-    key = secrets.token_bytes()  # fits none: without a key it can only say that it was here
+    key = secrets.token_bytes()  # matches no other process: without the key, process 0 only learns its address
     try:
         log = str(_native_log(config.run_dir, identity))
         key = authentication.run_key(config.run_dir)
         digest = digest_of_data()
     except UserError as error:
         trouble = error
-    with _native_output_to(log):
+    with _redirect_native_output(log):
         with early_exit.during_rendezvous():
             facts, limit = _facts(config, digest), cluster.start_timeout_seconds
             peers = rendezvous.join(identity, facts, limit, key, trouble, lambda: early_exit.reason)
-            # Within, so that there is no moment in which a request to stop is told to nobody.
+            # Still inside, so that a request to stop reaches the other processes at every moment.
             heartbeat = Heartbeat(identity, peers, exit_handler, silence, patience)
             early_exit.tell, early_exit.fail = heartbeat.announce, heartbeat.end
             heartbeat.start()
-        with telling(heartbeat):
+        with reporting_failures(heartbeat):
             with _jax_runtime(identity, config):
                 yield heartbeat
             heartbeat.leave()
@@ -80,16 +84,19 @@ def joined(
 
 @contextmanager
 def _jax_runtime(identity: Identity, config: Config) -> Iterator[None]:
-    """Inside, JAX knows all processes. They leave together unless something is raised: JAX waits for everyone."""
+    """Within this context, JAX is connected to all processes.
+
+    They leave together, since JAX waits for all; after an exception this process does not wait.
+    """
     import jax
 
-    # JAX's own handler would swallow SIGTERM; the request to stop travels with the batches instead.
+    # JAX's own handler would swallow SIGTERM; the request to stop is sent with the batches instead.
     jax.config.update("jax_enable_preemption_service", False)
     jax.distributed.initialize(
         identity.coordinator,
         identity.processes,
         identity.process_id,
-        # Detection would take "which device is mine" from Slurm: one GPU a task, however many there are.
+        # JAX's detection would assign one GPU to each task of Slurm, however many there are.
         cluster_detection_method="deactivate",
         local_device_ids=None if identity.local_devices is None else list(identity.local_devices),
         coordinator_bind_address=_bind_address(identity),
@@ -102,11 +109,11 @@ def _jax_runtime(identity: Identity, config: Config) -> Iterator[None]:
 
 
 @contextmanager
-def telling(heartbeat: Heartbeat) -> Iterator[None]:
-    """What is raised inside ends the run: the others hear why, before anything is cleaned up outside.
+def reporting_failures(heartbeat: Heartbeat) -> Iterator[None]:
+    """Reports an exception raised inside the context to the other processes, before any cleanup outside, and re-raises.
 
-    Where JAX or a wait of ours reports that somebody is gone, the heartbeat mostly knows who, and ends this process
-    with that; else it is a `PeerError`.
+    If JAX or a wait of ours reports a lost process, the heartbeat usually knows which, and ends this process with its
+    name; else a `PeerError` is raised.
     """
     try:
         yield
@@ -117,7 +124,7 @@ def telling(heartbeat: Heartbeat) -> Iterator[None]:
         if isinstance(raised, SystemExit):
             error = RuntimeError(f"something called exit({raised.code}) in the middle of the run")
         elif may_mean_a_lost_peer(raised):
-            heartbeat.miss()
+            heartbeat.wait_for_verdict()
             if is_connection_error(raised) and not isinstance(raised, PeerError):
                 error = PeerError(f"another process is gone: {str(raised).splitlines()[0]}")
         heartbeat.fail(summary(error), code_of(error))
@@ -127,67 +134,70 @@ def telling(heartbeat: Heartbeat) -> Iterator[None]:
 
 
 def _bind_address(identity: Identity) -> str | None:
-    """For process 0. None is JAX's default, all interfaces."""
+    """Returns the address that JAX's service binds in process 0; None for JAX's default, all interfaces."""
     host = listening_address(identity)[0] if identity.process_id == 0 else ""
-    return f"[{host}]:{identity.address[1]}" if ":" in host else f"{host}:{identity.address[1]}" if host else None
+    if not host:
+        return None
+    port = identity.address[1]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _facts(config: Config, data_digest: str) -> dict[str, str]:
-    """What must be the same in every process."""
+    """Returns the facts that must be the same in every process."""
     return software() | {"config digest": _digest(dump_config(config)), "data digest": data_digest[:12]}
 
 
 def host_names(identity: Identity) -> dict[int, str]:
-    """The machine of each process, by name. Several processes can be on one.
+    """Returns a unique name for the machine of each process. Several processes can be on one machine.
 
-    Machines are told apart by the boot of their kernel, since containers of one have names of their own and images may
-    all have the same.
+    Machines are distinguished by the boot id of their kernel, not by host name: containers on one machine have
+    different host names, and machines started from one image may all have the same.
     """
     if identity.alone:
         return {0: socket.gethostname()}
-    of_all = all_gather("every process has named its host", (machine_id(), socket.gethostname()), identity)
+    machines = all_gather("every process has named its host", (machine_id(), socket.gethostname()), identity)
     names: dict[str, str] = {}
-    for process, (machine, host) in enumerate(of_all):
+    for process, (machine, host) in enumerate(machines):
         names.setdefault(machine, f"{host} (of process {process})" if host in names.values() else host)
-    return {process: names[machine] for process, (machine, _) in enumerate(of_all)}
+    return {process: names[machine] for process, (machine, _) in enumerate(machines)}
 
 
 def machine_id() -> str:
-    """What tells this machine from others."""
+    """Returns an identifier of this machine: the boot id of its kernel, else its host name."""
     return kernel_text(Path("/proc/sys/kernel/random/boot_id")) or socket.gethostname()
 
 
 def _native_log(run_dir: Path, identity: Identity) -> Path:
-    """Where what libraries print below Python goes. Raises `ConfigError` if nothing can be written there."""
+    """Returns the file for the output of native libraries. Raises `ConfigError` if it cannot be written."""
     path = run_dir / "native" / f"{identity.process_id}.log"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
     except OSError as error:
-        raise ConfigError(f"run.dir: {path} cannot be written: {error.strerror}; choose another run.dir") from error
+        raise ConfigError(f"run.dir: cannot write {path}: {error.strerror}; choose another run.dir") from error
     return path
 
 
 @contextmanager
-def _native_output_to(path: str) -> Iterator[None]:
-    """Sends what libraries print below Python to `path`, while Python's own stdout goes on as before.
+def _redirect_native_output(path: str) -> Iterator[None]:
+    """Redirects the output of native libraries to `path`, while Python's own stdout stays where it is.
 
-    Gloo announces every connection on file descriptor 1, which would spoil progress lines and JSON.
+    Gloo prints a line for every connection to file descriptor 1, which would spoil progress lines and JSON.
     """
     sys.stdout.flush()
     original = os.dup(1)
     log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     os.dup2(log, 1)
     os.close(log)
-    before = sys.stdout
-    sys.stdout = guarded(before, original, line_buffering=True)
+    previous_stdout = sys.stdout
+    sys.stdout = guarded(previous_stdout, original, line_buffering=True)
     try:
         yield
     finally:
         sys.stdout.flush()
         os.dup2(original, 1)
         os.close(original)
-        sys.stdout = before
+        sys.stdout = previous_stdout
 
 
 _PACKAGES = {
@@ -200,16 +210,19 @@ _DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def software() -> dict[str, str]:
-    """Versions, and a digest of jaxmnt's own code. What is not there is `none`."""
-    found = {"jaxmnt version": jaxmnt.__version__, "jaxmnt's code": _code_digest()}
+    """Returns versions, and a digest of jaxmnt's own code. The version of missing software is `none`."""
+    versions = {"jaxmnt version": jaxmnt.__version__, "jaxmnt's code": _code_digest()}
     for name, packages in _PACKAGES.items():
-        found[name] = next(filter(None, map(_version, packages)), "none")
-    return found if os.environ.get("JAX_PLATFORMS") == "cpu" else found | {"driver version": _driver()}
+        versions[name] = next(filter(None, map(_version, packages)), "none")
+    if os.environ.get("JAX_PLATFORMS") != "cpu":
+        versions["driver version"] = _driver_version()
+    return versions
 
 
 def environment_digest() -> str:
-    """A digest of the names and versions of all Python packages that this process could import."""
-    return _digest("\n".join(sorted({f"{one.metadata['Name']}=={one.version}" for one in distributions()})))
+    """Returns a digest of the names and versions of all Python packages that this process could import."""
+    packages = {f"{package.metadata['Name']}=={package.version}" for package in distributions()}
+    return _digest("\n".join(sorted(packages)))
 
 
 def _digest(text: str) -> str:
@@ -217,7 +230,7 @@ def _digest(text: str) -> str:
 
 
 def _code_digest() -> str:
-    """Of all source files of the package, with their names."""
+    """Returns a digest of all source files of the package and their names."""
     root = Path(jaxmnt.__file__).parent
     digest = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
@@ -233,7 +246,9 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _driver() -> str:
+def _driver_version() -> str:
     text = kernel_text(_DRIVER)
-    found = re.search(r"Kernel Module\s+(?:for \S+\s+)?([\d.]+)", text)
-    return found[1] if found else "unknown" if text else "none"
+    if not text:
+        return "none"
+    match = re.search(r"Kernel Module\s+(?:for \S+\s+)?([\d.]+)", text)
+    return match[1] if match else "unknown"

@@ -1,9 +1,9 @@
-"""The rendezvous: processes meet over TCP before JAX starts, so that one that is missing or misplaced gets a name.
+"""The rendezvous: connects all processes over TCP before JAX starts, and names those that are missing or misconfigured.
 
-`jax.distributed.initialize` answers every such mistake with the same uncatchable abort. Here process 0 listens
-on the coordinator's own port, each other process shows that it has the run's key and says who it is in one line of
-JSON, and when all are there (or time is up) process 0 tells everyone the outcome and stops listening, so that JAX can.
-The connections stay open: a `Heartbeat` goes on with them.
+`jax.distributed.initialize` answers every such mistake with the same uncatchable abort. Here process 0 listens on the
+coordinator's own port; each other process proves that it has the run's key, and sends its hello in one line of JSON.
+When all are connected, or time is up, process 0 sends the outcome to all and stops listening, so that JAX can use the
+port. The connections stay open for a `Heartbeat`.
 """
 
 import contextlib
@@ -24,16 +24,16 @@ from jaxmnt.distributed.rendezvous_server import (
     RendezvousServer,
     StopReason,
 )
-from jaxmnt.distributed.termination import AbsentError, StoppedError, stopped
+from jaxmnt.distributed.termination import AbsentError, StoppedError, stopped_error
 from jaxmnt.errors import ConfigError, ExitCode, PeerError, PreflightError, UserError, error_of, printable_lines, remark
 
 _RETRY_SECONDS, _RETRY_REFUSED_SECONDS = 0.1, 1.0
 _PROOF_SECONDS, _LEAST_SECONDS = 10.0, 1.0
-"""How long process 0 may take to show the key, also when time is almost up."""
+"""Most and least seconds that process 0 has to prove that it has the key; the latter when time is almost up."""
 _REFUSED_SECONDS = 20.0
-"""How long a process that has another key than process 0 goes on trying: another job may be leaving that port."""
+"""Seconds that a process with another key than process 0 retries: another job may be about to leave that port."""
 _OTHER_FILES = 512
-"""Files and connections that process 0 has besides those to the others."""
+"""Allowance for files and connections of process 0 other than those to the other processes."""
 
 
 def join(
@@ -44,45 +44,46 @@ def join(
     trouble: UserError | None = None,
     stop_reason: StopReason = lambda: None,
 ) -> dict[int, Peer]:
-    """Returns once every process has arrived with the same `facts` (versions, config digest).
+    """Waits until every process has connected with the same `facts` (versions, config digest).
 
-    Process 0 gets all others by their numbers, the others get process 0. Only who has the run's `key` takes part.
+    Returns all other processes by number in process 0, and process 0 in the others. Only processes with the run's `key`
+    can join. `trouble` is the reason for which this process cannot take part; it is sent to all.
 
-    `trouble` is why this process cannot take part; everyone is told. Raises `AbsentError` naming the processes that
-    have not appeared when time is up, `PeerError` (exit 4) if one had and has gone away, `StoppedError` in everyone who
-    is here when one is asked to stop (`stop_reason`), process 0's trouble if it is in any, `ConfigError` (exit 2)
-    naming the process whose id, count or config disagree with process 0's, and `PreflightError` (exit 3) naming the
-    host that is in trouble or whose software, data, key or network is not as it should be.
+    Raises `AbsentError` naming the processes that have not connected in time, `PeerError` (exit 4) if one had connected
+    and then disconnected, `StoppedError` in all connected processes when one is asked to stop (`stop_reason`), process
+    0's trouble if it has any, `ConfigError` (exit 2) naming the process whose id, count or config differs from process
+    0's, and `PreflightError` (exit 3) naming the host that has trouble, or whose software, data, key or network is
+    wrong.
     """
     deadline = time.monotonic() + timeout_seconds
     hello = {
         "process": identity.process_id,
         "processes": identity.processes,
         "host": socket.gethostname(),
-        "loopback": addresses.own_name_misleads(),
+        "loopback": addresses.hostname_is_loopback(),
         "facts": facts,
         "trouble": None if trouble is None else str(trouble)[:LONGEST_TROUBLE],
         "code": 0 if trouble is None else int(trouble.exit_code),
     }
     if identity.process_id == 0:
-        addresses.check_own(identity, timeout_seconds)
+        addresses.check_coordinator_address(identity, timeout_seconds)
         return _listen(identity, hello, deadline, timeout_seconds, key, stop_reason)
-    caller = _Client(identity, hello, key, stop_reason)
+    client = _Client(identity, hello, key, stop_reason)
     try:
-        return {0: caller.report(deadline, timeout_seconds)}
+        return {0: client.connect(deadline, timeout_seconds)}
     except (PeerError, PreflightError):
-        if trouble is not None and not caller.heard:  # what is wrong here matters more than that nobody heard of it
+        if trouble is not None and not client.got_error:  # the trouble matters more than that process 0 is not there
             raise trouble from None
         raise
 
 
 def _listen(
-    identity: Identity, own: Hello, deadline: float, timeout: float, key: bytes, stop_reason: StopReason
+    identity: Identity, own_hello: Hello, deadline: float, timeout: float, key: bytes, stop_reason: StopReason
 ) -> dict[int, Peer]:
-    """Process 0: collects hellos until all are there, then answers everyone alike."""
+    """Collects hellos in process 0 until all processes are connected, then sends the same outcome to all."""
     _allow_connections(identity.processes)
     listener = Listener(_open_port(identity), key, identity.processes)
-    server = RendezvousServer(identity, own, listener)
+    server = RendezvousServer(identity, own_hello, listener)
     peers: dict[int, Peer] = {}
     try:
         outcome = server.collect(deadline, timeout, stop_reason)
@@ -92,8 +93,8 @@ def _listen(
         peers = server.peers()
     finally:
         listener.close(keeping={peer.connection for peer in peers.values()})
-    if listener.account:
-        remark(f"note: all processes are connected; others were refused: {listener.account}")
+    if listener.refusal_summary:
+        remark(f"note: all processes are connected; others were refused: {listener.refusal_summary}")
     return peers
 
 
@@ -109,14 +110,14 @@ def _open_port(identity: Identity) -> socket.socket:
     except OSError as error:
         raise PreflightError(
             f"cluster.coordinator: process 0 cannot listen on port {port} of {socket.gethostname()}: "
-            f"{error.strerror}; choose a free port, or end what has it"
+            f"{error.strerror}; choose a free port, or end the program that uses it"
         ) from error
 
 
 def _allow_connections(processes: int) -> None:
-    """Lets this process have a connection to each other, of ours and of JAX's service.
+    """Raises the limit of open files, so that this process can hold two connections to each other one: ours and JAX's.
 
-    Raises `ConfigError` if it may not have so many.
+    Raises `ConfigError` if the hard limit is too low.
     """
     needed = 2 * processes + _OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -131,25 +132,26 @@ def _allow_connections(processes: int) -> None:
 
 
 class _Client:
-    """Any process but 0: shows its key and says hello, retrying until process 0 listens, and waits for the outcome."""
+    """Connects any process but 0: proves its key and sends its hello, retrying until process 0 listens."""
 
     def __init__(self, identity: Identity, hello: Hello, key: bytes, stop_reason: StopReason):
         self._identity, self._hello, self._key, self._stop_reason = identity, hello, key, stop_reason
-        self._met = False
-        """Whether process 0 was there once."""
+        self._was_reached = False
+        """True if process 0 has proved once that it has the key."""
         self._refused_since: float | None = None
-        self.heard = False
-        """Whether process 0 has told that something is wrong."""
+        self.got_error = False
+        """True if process 0 has sent an error as the outcome."""
 
-    def report(self, deadline: float, timeout: float) -> Peer:
+    def connect(self, deadline: float, timeout: float) -> Peer:
+        """Waits for the outcome, and returns process 0. Raises the errors of `join`."""
         reason, stranger = "no connection was tried", False
         while time.monotonic() < deadline:
-            if (asked := self._stop_reason()) is not None:
-                raise stopped(asked, self._identity)
+            if (stop_reason := self._stop_reason()) is not None:
+                raise stopped_error(stop_reason, self._identity)
             pause, stranger = _RETRY_SECONDS, False
             try:
                 # Process 0 may have started later than this process: its own time limit decides.
-                return self._ask(deadline - time.monotonic(), timeout + 10)
+                return self._try_once(deadline - time.monotonic(), timeout + 10)
             except authentication.RefusedError:
                 pause = _RETRY_REFUSED_SECONDS
                 self._note_refusal()
@@ -161,46 +163,47 @@ class _Client:
                 reason = "it gave no answer of this version"
             time.sleep(pause)
         if self._refused_since is not None:
-            raise addresses.refused(self._identity)
-        raise addresses.unanswered(self._identity, reason, timeout, met=self._met or stranger)
+            raise addresses.refused_error(self._identity)
+        raise addresses.unanswered_error(self._identity, reason, timeout, was_reached=self._was_reached or stranger)
 
     def _note_refusal(self) -> None:
         now = time.monotonic()
         if self._refused_since is None:
             self._refused_since = now
-            remark(f"note: process 0 at {self._identity.coordinator} has another key than this process: trying again")
+            remark(f"note: process 0 at {self._identity.coordinator} has another key than this process; trying again")
         if now - self._refused_since > _REFUSED_SECONDS:
-            raise addresses.refused(self._identity)
+            raise addresses.refused_error(self._identity)
 
-    def _ask(self, connect_seconds: float, answer_seconds: float) -> Peer:
-        """One try. Raises `OSError`, or `ValueError` and its like for a stranger."""
+    def _try_once(self, connect_seconds: float, answer_seconds: float) -> Peer:
+        """Makes one attempt. Raises `OSError`; and `ValueError`, `KeyError` or `TypeError` for an invalid answer."""
         raw = socket.create_connection(self._identity.address, timeout=max(0.1, connect_seconds))
         connection = JsonSocket(raw)
         try:
             authentication.prove(raw, self._key, min(_PROOF_SECONDS, max(_LEAST_SECONDS, connect_seconds)))
-            self._met, self._refused_since = True, None
+            self._was_reached, self._refused_since = True, None
             connection.send(self._hello | {"time": time.time()}, _PROOF_SECONDS)
             outcome = self._outcome(connection, time.monotonic() + answer_seconds)
-            heard = time.time()
+            received = time.time()
             error, code, at_fault = outcome["error"], int(outcome["code"]), outcome.get("at_fault")
-            clock = (-float(outcome["heard_after"]), heard - float(outcome["time"]))
+            # Neither message can arrive before it was sent: each gives one bound of how far the clocks are apart.
+            clock = (-float(outcome["heard_after"]), received - float(outcome["time"]))
             peer = Peer(str(outcome["host"]), connection, clock)
         except BaseException:
             connection.close()
             raise
         if error is not None:
             connection.close()
-            self.heard = True
-            told = _told(code, str(error), absent=bool(outcome.get("absent")))
-            raise told.blaming(processes=[] if at_fault is None else [int(at_fault)])
+            self.got_error = True
+            received_error = _received_error(code, str(error), absent=bool(outcome.get("absent")))
+            raise received_error.blaming(processes=[] if at_fault is None else [int(at_fault)])
         return peer
 
     def _outcome(self, connection: JsonSocket, deadline: float) -> dict[str, Any]:
-        """What process 0 answers. It hears of it if this process is asked to stop meanwhile."""
+        """Returns process 0's outcome. Tells process 0, and raises `StoppedError`, if this process is asked to stop."""
         while time.monotonic() < deadline:
             if (reason := self._stop_reason()) is not None:
-                error = stopped(reason, self._identity)
-                # In the heartbeat's words as well: process 0 may have ended the rendezvous just now.
+                error = stopped_error(reason, self._identity)
+                # Also a valid message of the heartbeat, in case process 0 has just ended the rendezvous.
                 with contextlib.suppress(OSError):
                     connection.send({"stopping": reason, "kind": "stopped", "why": str(error)})
                 raise error
@@ -209,8 +212,8 @@ class _Client:
         raise TimeoutError("no outcome in time")
 
 
-def _told(code: int, text: str, *, absent: bool) -> UserError:
-    """The error that process 0 has told of."""
+def _received_error(code: int, text: str, *, absent: bool) -> UserError:
+    """Returns the error that process 0 has sent as the outcome."""
     if absent:
         return AbsentError(printable_lines(text))
     return StoppedError(printable_lines(text)) if code == ExitCode.STOPPED else error_of(code, text)

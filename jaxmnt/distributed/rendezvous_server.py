@@ -1,4 +1,4 @@
-"""What process 0 notes in the rendezvous: who is here, what is wrong with whom, and what everyone is told."""
+"""Keeps process 0's state of the rendezvous: which processes are connected, what is wrong, and the outcome for all."""
 
 import contextlib
 import socket
@@ -11,7 +11,7 @@ from jaxmnt.distributed import authentication
 from jaxmnt.distributed.identity import Identity, is_loopback
 from jaxmnt.distributed.json_socket import JsonSocket
 from jaxmnt.distributed.listener import Listener
-from jaxmnt.distributed.termination import AbsentError, StoppedError, stopped
+from jaxmnt.distributed.termination import AbsentError, StoppedError, stopped_error
 from jaxmnt.errors import (
     ConfigError,
     ExitCode,
@@ -26,71 +26,75 @@ from jaxmnt.errors import (
 
 LONGEST_TROUBLE = 1000
 LOOK_SECONDS = 0.2
-"""How long it takes at most to notice the request to stop."""
+"""Most seconds until a request to stop is noticed."""
 _FIRST_NEWS_SECONDS, _NEWS_SECONDS = 5.0, 15.0
-"""When, and how often, process 0 says for whom it waits."""
+"""Delay and interval of process 0's notes about missing processes."""
 
 _CLOSING_SECONDS = 5.0
-_TELLING_SECONDS = 5.0
-"""How long process 0, when something is wrong, waits for the others to tell them."""
+_NOTIFY_SECONDS = 5.0
+"""Seconds that process 0, after an error, waits for processes still to come, so that it can tell them."""
 
 Hello = dict[str, Any]
-"""process, processes, host, time, facts, trouble and its exit code, whether the host's own name is a loopback
-address there."""
+"""First message of a process: process, processes, host, time, facts, trouble and its exit code, and whether the host
+resolves its own name to a loopback address."""
 StopReason = Callable[[], str | None]
-"""What has asked this process to stop, if anything has."""
+"""Returns what has asked this process to stop, or None."""
 CONFIG_FACTS, DATA_FACTS = ("config digest",), ("data digest",)
-"""Facts about the config: who differs in them was given another one. The others are about a host."""
+"""Facts in which a difference means another config or other data. A difference in all others is the host's fault."""
 
 
 @dataclass(frozen=True)
 class Peer:
-    """Another process that took part, and the open connection to it."""
+    """Another process of the run, and the open connection to it."""
 
     host: str
     connection: JsonSocket
     clock: tuple[float, float] = (0.0, 0.0)
-    """Between which bounds, in seconds, this process's clock is ahead of process 0's. Zero for process 0's peers."""
+    """Bounds, in seconds, of how far this process's clock is ahead of process 0's. Zero for process 0's peers."""
 
 
 class RendezvousServer:
-    """Where process 0 notes who is here. A process is here for as long as its connection is."""
+    """Records, in process 0, which processes are present. A process is present while its connection is open."""
 
-    def __init__(self, identity: Identity, own: Hello, listener: Listener):
+    def __init__(self, identity: Identity, own_hello: Hello, listener: Listener):
         self._identity, self._listener = identity, listener
-        self._hello: dict[int, Hello] = {0: own}
+        self._hello: dict[int, Hello] = {0: own_hello}
         self._connection_of: dict[int, JsonSocket] = {}
-        self._went: set[int] = set()
-        """Processes that were here once."""
+        self._disconnected: set[int] = set()
+        """Processes that were present, and have disconnected."""
         self._heard_after: dict[JsonSocket, float] = {}
-        """Seconds from a hello's time, by its sender's clock, until it was heard, by ours."""
+        """Seconds from the time in a hello, by its sender's clock, until its arrival, by ours."""
 
     def collect(self, deadline: float, timeout: float, stop_reason: StopReason) -> UserError | None:
-        """Runs until everyone is here (None) or something is wrong (the error for everyone)."""
-        wrong: UserError | None = _trouble_of(self._hello[0])
-        deadline = _soon(deadline) if wrong else deadline
-        news = time.monotonic() + _FIRST_NEWS_SECONDS
+        """Runs until all processes are present, and returns None, or until an error, which it returns for all."""
+        first_error: UserError | None = _trouble_of(self._hello[0])
+        deadline = _deadline_after_error(deadline) if first_error else deadline
+        next_note = time.monotonic() + _FIRST_NEWS_SECONDS
         while len(self._hello) < self._identity.processes:
             if (reason := stop_reason()) is not None:
-                return wrong or stopped(reason, self._identity)
+                return first_error or stopped_error(reason, self._identity)
             now = time.monotonic()
             if now >= deadline:
-                return wrong or self._incomplete(timeout)
-            if now >= news and not wrong:
-                news = now + _NEWS_SECONDS
+                return first_error or self._incomplete(timeout)
+            if now >= next_note and not first_error:
+                next_note = now + _NEWS_SECONDS
                 remark(f"{self._missing('not connected yet')} {self._present()}")
             for connection, message in self._listener.wait(min(deadline - now, LOOK_SECONDS)):
-                if message is not None and connection not in self._listener.known:
-                    continue  # it was dropped for what it said before
-                error = self._hear(connection, message)
+                if message is not None and connection not in self._listener.authenticated:
+                    continue  # an earlier message has led to its removal
+                error = self._handle(connection, message)
                 if isinstance(error, StoppedError):
-                    return wrong or error
-                if error is not None and wrong is None:
-                    wrong, deadline = error, _soon(deadline)
-        return wrong or self._unreachable()
+                    return first_error or error
+                if error is not None and first_error is None:
+                    first_error = error
+                    deadline = _deadline_after_error(deadline)
+        return first_error or self._unreachable()
 
     def answer(self, outcome: UserError | None) -> None:
-        """Tells everyone. After a failure they close first, so that no connection of ours keeps the port from JAX."""
+        """Sends the outcome to all processes.
+
+        After an error the others close their connections first, so that none of ours keeps the port from JAX.
+        """
         body = {
             "error": None if outcome is None else str(outcome),
             "code": int(outcome.exit_code if outcome else 0),
@@ -98,8 +102,8 @@ class RendezvousServer:
             "at_fault": next(iter(outcome.processes), None) if outcome else None,
             "host": self._hello[0]["host"],
         }
-        for connection in self._listener.known:
-            with contextlib.suppress(OSError):  # a peer that has just died is found by the next step of the start
+        for connection in self._listener.authenticated:
+            with contextlib.suppress(OSError):  # the next step of the start detects a peer that has just died
                 times = {"time": time.time(), "heard_after": self._heard_after.get(connection, 0.0)}
                 connection.send(body | times, _CLOSING_SECONDS)
         if outcome is not None:
@@ -108,26 +112,29 @@ class RendezvousServer:
                     connection.receive(_CLOSING_SECONDS)
 
     def peers(self) -> dict[int, Peer]:
-        """All others, in order."""
+        """Returns all other processes, in order."""
         return {
             process: Peer(str(self._hello[process]["host"]), connection)
             for process, connection in sorted(self._connection_of.items())
         }
 
-    def _hear(self, connection: JsonSocket, message: dict[str, Any] | None) -> UserError | None:
-        """Notes what one with the key has said: who it is, or that it was asked to stop. Or that it has hung up."""
-        process = next((process for process, known in self._connection_of.items() if known is connection), None)
+    def _handle(self, connection: JsonSocket, message: dict[str, Any] | None) -> UserError | None:
+        """Handles a message of an authenticated client: its hello, or its request to stop; None if it disconnected.
+
+        Returns the error that ends the rendezvous, or None.
+        """
+        process = next((process for process, peer in self._connection_of.items() if peer is connection), None)
         if message is None:
             if process is not None:
-                self._went.add(process)
+                self._disconnected.add(process)
                 del self._connection_of[process], self._hello[process]
             return None
         try:
             if process is None:
                 return self._admit(_hello_of(message), connection)
             reason = shortened(str(message["stopping"]))
-        except (ValueError, KeyError, TypeError):  # of another version: what it says is no word of this one
-            self._hear(connection, None)
+        except (ValueError, KeyError, TypeError):  # a message of another version
+            self._handle(connection, None)
             self._listener.drop(connection)
             return None
         host, count = self._hello[process]["host"], self._identity.processes
@@ -136,17 +143,20 @@ class RendezvousServer:
         ).blaming(processes=[process])
 
     def _admit(self, hello: Hello, connection: JsonSocket) -> UserError | None:
-        """Notes one hello, or says what is wrong with it."""
-        own, process, host, count = self._hello[0], hello["process"], hello["host"], self._identity.processes
+        """Records a hello. Returns the error if it is invalid, or differs from process 0's, else None."""
+        own_hello = self._hello[0]
+        process, host = hello["process"], hello["host"]
+        count = self._identity.processes
         if hello["processes"] != count:
             return ConfigError(
                 f"cluster.processes: {hello['processes']} in process {process} on {host}, but {count} in process 0 on "
-                f"{own['host']}; set the same number in every process"
+                f"{own_hello['host']}; set the same number in every process"
             )
-        if process in self._connection_of and self._connection_of[process].is_over():
-            gone = self._connection_of[process]
-            self._hear(gone, None)
-            self._listener.drop(gone)
+        if process in self._connection_of and self._connection_of[process].is_closed():
+            # The process was restarted before its old connection was noticed to be closed.
+            old_connection = self._connection_of[process]
+            self._handle(old_connection, None)
+            self._listener.drop(old_connection)
         if process in self._hello:
             return ConfigError(
                 f"cluster.process_id: {process} was given twice, to processes on {self._hello[process]['host']} "
@@ -160,28 +170,31 @@ class RendezvousServer:
         self._hello[process] = hello
         self._connection_of[process] = connection
         self._heard_after[connection] = time.time() - hello["time"]
-        if error := self._difference(hello, [name for name in own["facts"] if name not in DATA_FACTS]):
+        if error := self._difference(hello, [name for name in own_hello["facts"] if name not in DATA_FACTS]):
             return error
         if (trouble := _trouble_of(hello)) is not None:
-            # The config is the same, and process 0 can go by it: so it is the host.
+            # The config is the same and works for process 0, so the host is at fault.
             return PreflightError(str(trouble)).blaming(hosts=[host])
         return self._difference(hello, DATA_FACTS)
 
     def _difference(self, hello: Hello, names: Sequence[str]) -> UserError | None:
-        """What of these facts is not as process 0's, in words."""
-        own, process, host = self._hello[0], hello["process"], hello["host"]
+        """Returns an error for the first of these facts that differs from process 0's, or None."""
+        own_hello, process, host = self._hello[0], hello["process"], hello["host"]
         for name in names:
-            ours, theirs = own["facts"].get(name), hello["facts"].get(name)
+            ours, theirs = own_hello["facts"].get(name), hello["facts"].get(name)
             if ours != theirs:
-                kind = ConfigError if name in CONFIG_FACTS else PreflightError
-                return kind(
+                error_type = ConfigError if name in CONFIG_FACTS else PreflightError
+                return error_type(
                     f"{name} differs: {shortened(str(theirs))} in process {process} on {host}, {ours} in process 0 "
-                    f"on {own['host']}; start every process with the same software, config and data"
+                    f"on {own_hello['host']}; start every process with the same software, config and data"
                 ).blaming(hosts=[host])
         return None
 
     def _unreachable(self) -> UserError | None:
-        """Libraries tell each other the address of the own host's name: between hosts it must be a real one."""
+        """Returns an error if the run spans hosts and one of them resolves its own name to a loopback address.
+
+        Libraries advertise the address of their host's own name to each other, so other hosts must reach it.
+        """
         if not any(_from_another_host(connection.connection) for connection in self._connection_of.values()):
             return None
         for process, hello in sorted(self._hello.items()):
@@ -193,21 +206,21 @@ class RendezvousServer:
         return None
 
     def _incomplete(self, timeout: float) -> UserError:
-        """Time is up. Those who have never appeared may come to another start."""
+        """Returns the error for the end of the time limit: `AbsentError` if the missing processes never appeared."""
         missing = self._absent()
         text = f"{self._missing('did not connect')} within {timeout:g} s {self._present()}"
         if self._listener.with_another_key:
             return PreflightError(
-                f"{text}, and {self._listener.account}: share run.dir among all hosts, or set "
+                f"{text}, and {self._listener.refusal_summary}: share run.dir among all hosts, or set "
                 f"{authentication.RUN_KEY} to the same value in every process (it takes precedence over "
                 f"run.dir/{authentication.KEY_FILE})"
             ).blaming(processes=missing)
-        text += f"; {self._listener.account}" if self._listener.account else ""
-        if gone := self._went.intersection(missing):
+        text += f"; {self._listener.refusal_summary}" if self._listener.refusal_summary else ""
+        if lost := self._disconnected.intersection(missing):
             return PeerError(
-                f"{text}; process{'es' if len(gone) > 1 else ''} {', '.join(map(str, sorted(gone)[:20]))} had "
+                f"{text}; process{'es' if len(lost) > 1 else ''} {', '.join(map(str, sorted(lost)[:20]))} had "
                 "connected and then disconnected: see the log there for the reason"
-            ).blaming(processes=sorted(gone))
+            ).blaming(processes=sorted(lost))
         return AbsentError(
             f"{text}; check that they were started and can reach the coordinator"
         ).blaming(processes=missing)  # fmt: skip
@@ -225,37 +238,38 @@ class RendezvousServer:
         return f"(connected: {hosts})"
 
 
-def _hello_of(said: dict[str, Any]) -> Hello:
-    """What a process says of itself. Raises `ValueError`, `KeyError` or `TypeError` if that makes no sense."""
-    process, processes, facts, trouble = said["process"], said["processes"], said["facts"], said.get("trouble")
+def _hello_of(message: dict[str, Any]) -> Hello:
+    """Parses a process's hello. Raises `ValueError`, `KeyError` or `TypeError` if it is invalid."""
+    process, processes = message["process"], message["processes"]
+    facts, trouble = message["facts"], message.get("trouble")
     if type(process) is not int or type(processes) is not int or not isinstance(facts, dict):
         raise TypeError("no hello")
     return {
         "process": process,
         "processes": processes,
-        "host": shortened(str(said["host"])),
+        "host": shortened(str(message["host"])),
         "facts": facts,
         "trouble": None if trouble is None else str(trouble)[:LONGEST_TROUBLE],
-        "time": float(said.get("time", time.time())),
-        "loopback": bool(said.get("loopback")),
+        "time": float(message.get("time", time.time())),
+        "loopback": bool(message.get("loopback")),
     }
 
 
-def _soon(deadline: float) -> float:
-    """Nothing can come of this start any more: wait only to tell those who are on their way."""
-    return min(deadline, time.monotonic() + _TELLING_SECONDS)
+def _deadline_after_error(deadline: float) -> float:
+    """Returns the deadline of a start that has failed: it only waits to tell the processes that are still to come."""
+    return min(deadline, time.monotonic() + _NOTIFY_SECONDS)
 
 
 def _trouble_of(hello: Hello) -> UserError | None:
     text, code = hello.get("trouble"), hello.get("code")
     if text is None:
         return None
-    known = code if code in list(ExitCode) else ExitCode.CONFIG
-    return error_of(known, f"process {hello['process']} on {hello['host']}: {text}")
+    valid_code = code if code in list(ExitCode) else ExitCode.CONFIG
+    return error_of(valid_code, f"process {hello['process']} on {hello['host']}: {text}")
 
 
 def _from_another_host(connection: socket.socket) -> bool:
-    """A connection from this host has the same address at both ends, or loopback addresses."""
+    """Returns True unless both ends of a connection have the same address, or loopback addresses."""
     try:
         ends = connection.getsockname(), connection.getpeername()
         here, there = (str(end[0]).removeprefix("::ffff:") for end in ends)

@@ -23,7 +23,7 @@ from jaxmnt.config.load import as_override
 from jaxmnt.config.schema import Config
 from jaxmnt.distributed.authentication import RUN_KEY, RUN_KEY_BYTES
 from jaxmnt.distributed.identity import VARIABLES
-from jaxmnt.distributed.local_gpus import Neighbours, computes_on_cpus, gpus_here, own_gpus, visible_gpus
+from jaxmnt.distributed.local_gpus import Neighbours, assigned_gpus, computes_on_cpus, gpus_here, visible_gpus
 from jaxmnt.distributed.malloc import huge_pages
 from jaxmnt.errors import ConfigError, ExitCode, counted, printable, remark
 from jaxmnt.launch.ledger import event_marks, events_since, waited_in_vain
@@ -416,7 +416,7 @@ def _settings(number: int, processes: int, environment: dict[str, str]) -> list[
     if environment.get("JAX_PLATFORMS") != "cpu":
         here = gpus_here()
         together = len(visible_gpus(environment, here))
-        share = own_gpus(Neighbours(number, processes, together), environment, here)
+        share = assigned_gpus(Neighbours(number, processes, together), environment, here)
         settings += [] if share is None else [as_override("cluster.local_devices", list(share))]
     return settings
 

@@ -39,14 +39,14 @@ def _check(config: Config, options: Namespace, identity: Identity, work: Work) -
     from jaxmnt.distributed.process_group import joined
     from jaxmnt.distributed.termination import ExitHandler
     from jaxmnt.preflight.checks import all_rows
-    from jaxmnt.preflight.links import write_logs_to
+    from jaxmnt.preflight.links import configure_nccl_logs
     from jaxmnt.run.compile_cache import keep_programs_of_one_cpu_alone
 
     keep_programs_of_one_cpu_alone()
     exit_handler = ExitHandler(identity.label)
     nccl = config.run_dir / "preflight" if options.nccl_debug else None
     if nccl is not None:
-        write_logs_to(nccl)
+        configure_nccl_logs(nccl)
 
     def run() -> int:
         try:

@@ -41,7 +41,7 @@ from jaxmnt.plan.rates import (
     ring_passes,
 )
 from jaxmnt.plan.timeline import replay_program
-from jaxmnt.preflight.links import COLLECTIVES, of_each_device, on_each_device, times_of
+from jaxmnt.preflight.links import COLLECTIVES, map_over_devices, measure_times, repeat_on_devices
 from jaxmnt.training.compiler_options import cpu_options
 from jaxmnt.training.spec import LEAST_FLOAT8
 
@@ -155,11 +155,11 @@ class _Bench:
     def array(self, shape: tuple[int, ...], dtype: Any = jnp.float32, mesh: Mesh | None = None) -> Array:
         """Random numbers of this shape on each device, whose first dimensions lie one after the other. Of zeros a GPU
         multiplies more, since they take less power."""
-        return on_each_device(mesh or self._mesh, np.resize(self._random, shape).astype(dtype))
+        return repeat_on_devices(mesh or self._mesh, np.resize(self._random, shape).astype(dtype))
 
     def compiled(self, function: Callable[..., Any], *arguments: Any, mesh: Mesh | None = None) -> Any:
         """The function of what one device has, for all devices."""
-        return jax.jit(of_each_device(mesh or self._mesh, function)).lower(*arguments).compile(self._options)
+        return jax.jit(map_over_devices(mesh or self._mesh, function)).lower(*arguments).compile(self._options)
 
     def timed(self, function: Callable[..., Any], *arguments: Any, mesh: Mesh | None = None) -> tuple[float, Any]:
         """The seconds of one execution, and the program."""
@@ -170,7 +170,7 @@ class _Bench:
         """Seconds of the slowest process."""
         jax.block_until_ready(act())
         barrier("everyone measures", self.identity)
-        return self.slowest(statistics.median(times_of(act, _TIMES)))
+        return self.slowest(statistics.median(measure_times(act, _TIMES)))
 
     def slowest(self, seconds: float) -> float:
         """What the process found that found most."""
@@ -375,7 +375,7 @@ def _collectives(bench: _Bench, scale: Scale, hosts: Sequence[str]) -> list[Coll
     steps = {} if bench.on_cpu else {WITHIN_HOST: STEP_WITHIN_HOST, BETWEEN_HOSTS: STEP_BETWEEN_HOSTS}
     found = []
     for (kind, place), each in sent.items():
-        start, step, rate = fitted(each, steps.get(place, 0.0))
+        start, step, rate = fit_collective(each, steps.get(place, 0.0))
         found.append(Collective(kind=kind, place=place, start=start, step=step, rate=rate))
     return found
 
@@ -438,7 +438,7 @@ def _beside_work(
     return times[0] - times[1], times[1]
 
 
-def fitted(sent: Sequence[_Sent], step: float = 0.0) -> tuple[float, float, float]:
+def fit_collective(sent: Sequence[_Sent], step: float = 0.0) -> tuple[float, float, float]:
     """(start, step, rate) that meet the seconds best, relative errors counting; none is below zero. What is not surely
     above nothing is left out, if enough others tell. Groups of one size alone do not tell a step from the start: it is
     then `step`, as far as there is room."""

@@ -10,11 +10,11 @@ from jaxmnt.distributed.identity import Identity
 from jaxmnt.distributed.process_group import host_names
 from jaxmnt.parallel.sharding import build_mesh
 from jaxmnt.preflight import links
-from jaxmnt.preflight.compare import agreed, names_of, quick_part, shared_places, thorough_rows
+from jaxmnt.preflight.compare import broadcast_rows, process_hosts, quick_checks, shared_directories, thorough_rows
 from jaxmnt.preflight.directory import room_rows, write_rate_rows
-from jaxmnt.preflight.facts import quick, thorough, told_to_all
+from jaxmnt.preflight.facts import exchange_facts, quick_facts, thorough_facts
 from jaxmnt.preflight.network import megabits
-from jaxmnt.preflight.table import Row, everywhere, failures, good
+from jaxmnt.preflight.table import Row, describe_hosts, failures, good
 
 
 def all_rows(
@@ -22,13 +22,15 @@ def all_rows(
 ) -> list[Row]:
     """Makes every check, in all processes, and returns what was found in all of them. NCCL's logs are in `nccl`;
     measured rates are written to `calibration`."""
-    mine = thorough()  # before JAX is on the GPUs
-    all_facts = told_to_all("everything about the hosts", mine | quick(heartbeat.clock), identity)
-    hosts, first = names_of(all_facts), identity.process_id == 0
-    rows = _meeting_rows(identity, everywhere(hosts)) + quick_part(config, identity, all_facts)
+    mine = thorough_facts()  # before JAX is on the GPUs
+    all_facts = exchange_facts("everything about the hosts", mine | quick_facts(heartbeat.clock), identity)
+    hosts, first = process_hosts(all_facts), identity.process_id == 0
+    rows = _meeting_rows(identity, describe_hosts(hosts)) + quick_checks(config, identity, all_facts)
     rows += thorough_rows(all_facts) if first else []
-    if not failures(agreed(rows, identity)):  # else there is nowhere to write, or the devices are not those of the run
-        for directory in shared_places(config):
+    if not failures(
+        broadcast_rows(rows, identity)
+    ):  # else there is nowhere to write, or the devices are not those of the run
+        for directory in shared_directories(config):
             rows += write_rate_rows(directory, identity, hosts)
         machines = host_names(identity)
         host_of = lambda device: machines[device.process_index]
@@ -38,9 +40,9 @@ def all_rows(
         rows += links.pair_rows(identity, hosts, {facts["host"]: megabits(facts) for facts in all_facts})
         rows += links.axis_rows(mesh, identity, hosts)
         rows += links.nccl_rows(nccl, hosts[0]) if nccl is not None and first else []
-        if calibration is not None and not failures(agreed(rows, identity)):
+        if calibration is not None and not failures(broadcast_rows(rows, identity)):
             rows += _calibrated(calibration, identity)
-    return agreed(rows, identity)
+    return broadcast_rows(rows, identity)
 
 
 def _calibrated(path: Path, identity: Identity) -> list[Row]:

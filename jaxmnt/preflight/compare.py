@@ -10,9 +10,9 @@ from jaxmnt.distributed.coordination import broadcast
 from jaxmnt.distributed.identity import Identity
 from jaxmnt.errors import PreflightError
 from jaxmnt.preflight.directory import shared_rows
-from jaxmnt.preflight.facts import Facts, quick, told_to_all
+from jaxmnt.preflight.facts import Facts, exchange_facts, quick_facts
 from jaxmnt.preflight.network import Card, active_ports, cards_of, chosen_card
-from jaxmnt.preflight.table import Row, everywhere, failed, failures, from_json, good, to_json, warning
+from jaxmnt.preflight.table import Row, describe_hosts, failed, failures, from_json, good, to_json, warning
 from jaxmnt.units import size
 
 CLOCK_SECONDS = 1.0
@@ -53,7 +53,7 @@ def _hosts(all_facts: Sequence[Facts]) -> list[Facts]:
     return list({facts["host"]: facts for facts in reversed(all_facts)}.values())[::-1]
 
 
-def names_of(all_facts: Sequence[Facts]) -> list[str]:
+def process_hosts(all_facts: Sequence[Facts]) -> list[str]:
     """The host of each process."""
     return [facts["host"] for facts in all_facts]
 
@@ -67,7 +67,7 @@ def _alike(all_facts: Sequence[Facts], check: str, fact: str, judge: Judge, advi
     usual = max(values, key=lambda value: (values[value], value == all_facts[0][fact]))
     odd = {facts["host"]: facts[fact] for facts in all_facts if facts[fact] != usual}
     if not odd:
-        return [good(check, everywhere(names_of(all_facts)), str(usual))]
+        return [good(check, describe_hosts(process_hosts(all_facts)), str(usual))]
     return [judge(check, host, f"{value}, elsewhere {usual}", advice) for host, value in odd.items()]
 
 
@@ -80,7 +80,7 @@ def _clocks(all_facts: Sequence[Facts]) -> list[Row]:
         if least > CLOCK_SECONDS or most < -CLOCK_SECONDS:
             apart[facts["host"]] = least if least > 0 else most
     if not apart:
-        return [good("clocks", everywhere(names_of(all_facts)), f"within {max(CLOCK_SECONDS, widest):.1f} s")]
+        return [good("clocks", describe_hosts(process_hosts(all_facts)), f"within {max(CLOCK_SECONDS, widest):.1f} s")]
     if 2 * len(apart) > len(_hosts(all_facts)):
         apart = {all_facts[0]["host"]: -statistics.median(apart.values())}
     advice = "start chrony or ntpd there, and look at its state"
@@ -108,7 +108,7 @@ def _memory(all_facts: Sequence[Facts]) -> list[Row]:
         if facts["shm"] < _SHM_BYTES:
             rows.append(warning("shared memory", host, f"{size(facts['shm'])} are free in /dev/shm", _SHM_ADVICE))
     least = min(facts["memory"]["free"] for facts in all_facts)
-    return rows or [good("host memory", everywhere(names_of(all_facts)), f"{size(least)} available at least")]
+    return rows or [good("host memory", describe_hosts(process_hosts(all_facts)), f"{size(least)} available at least")]
 
 
 def _nics(all_facts: Sequence[Facts]) -> list[Row]:
@@ -129,7 +129,7 @@ def _nics(all_facts: Sequence[Facts]) -> list[Row]:
             rows.append(judge("network interface", facts["host"], found, advice))
         speeds.append(facts | {"speed": _rate(chosen) if chosen else "no interface"})
         names += [chosen.name] if chosen else []
-    rows = rows or [good("network interface", everywhere(names_of(hosts)), next(iter(names), "none"))]
+    rows = rows or [good("network interface", describe_hosts(process_hosts(hosts)), next(iter(names), "none"))]
     return rows + _alike(speeds, "network speed", "speed", warning, "look at its link and its switch port")
 
 
@@ -165,7 +165,11 @@ def _gpus(all_facts: Sequence[Facts]) -> list[Row]:
     rows = [row for facts in _hosts(all_facts) for row in _gpus_of_host(facts, most_links)]
     if rows or not any(facts["gpus"] for facts in all_facts):
         return rows
-    return [good("GPUs", everywhere(names_of(all_facts)), "no memory errors, no throttling, nobody else's processes")]
+    return [
+        good(
+            "GPUs", describe_hosts(process_hosts(all_facts)), "no memory errors, no throttling, nobody else's processes"
+        )
+    ]
 
 
 def _gpus_of_host(facts: Facts, most_links: int) -> Iterator[Row]:
@@ -199,32 +203,32 @@ def check_hosts(config: Config, identity: Identity, clock: tuple[float, float]) 
     Raises `PreflightError` in all processes, naming the host, if something is wrong. Takes well under a second beside
     what JAX needs to find its devices.
     """
-    own_facts = quick(clock)  # raises its errors in a single process, too
+    own_facts = quick_facts(clock)  # raises its errors in a single process, too
     if identity.alone:
         return
-    all_facts = told_to_all("what the start looks at", own_facts, identity)
-    bad = failures(agreed(quick_part(config, identity, all_facts), identity))
+    all_facts = exchange_facts("what the start looks at", own_facts, identity)
+    bad = failures(broadcast_rows(quick_checks(config, identity, all_facts), identity))
     if bad:
         more = f" (and {len(bad) - 1} more: see jaxmnt.preflight)" if bad[1:] else ""
-        known = names_of(all_facts)
+        known = process_hosts(all_facts)
         raise PreflightError(f"{bad[0]}{more}").blaming(hosts=[row.where for row in bad if row.where in known])
 
 
-def quick_part(config: Config, identity: Identity, all_facts: list[Facts]) -> list[Row]:
+def quick_checks(config: Config, identity: Identity, all_facts: list[Facts]) -> list[Row]:
     """All processes take part, process 0 gets the rows. `all_facts` are there in all of them."""
     rows = quick_rows(all_facts) if identity.process_id == 0 else []
-    for directory in shared_places(config):
-        rows += shared_rows(directory, identity, names_of(all_facts))
+    for directory in shared_directories(config):
+        rows += shared_rows(directory, identity, process_hosts(all_facts))
     return rows
 
 
-def shared_places(config: Config) -> list[Path]:
+def shared_directories(config: Config) -> list[Path]:
     """The folders that all processes have to see."""
     assert config.run.dir is not None
     named = [config.run.dir, config.checkpoint.dir or ""]
     return [Path(place) for place in dict.fromkeys(named) if place and "://" not in place]
 
 
-def agreed(rows: list[Row], identity: Identity) -> list[Row]:
+def broadcast_rows(rows: list[Row], identity: Identity) -> list[Row]:
     """Process 0's rows, in every process."""
     return from_json(broadcast("what was found", to_json(rows) if identity.process_id == 0 else None, identity))

@@ -14,7 +14,7 @@ from jaxmnt.distributed.coordination import broadcast, gather
 from jaxmnt.distributed.identity import Identity
 from jaxmnt.errors import counted
 from jaxmnt.parallel.sharding import Hosts
-from jaxmnt.preflight.table import Row, everywhere, failed, good, warning
+from jaxmnt.preflight.table import Row, describe_hosts, failed, good, warning
 from jaxmnt.run.rundir import run_directories
 from jaxmnt.training.build import build_spec
 from jaxmnt.training.state import abstract_state, canonical_abstract, stored_bytes
@@ -72,7 +72,7 @@ def _judged(directory: Path, hosts: Sequence[str], troubles: Sequence[str], lock
         found = f"{directory}: {locked} processes created the same new file, where exactly 1 must succeed"
         rows.append(failed(_CHECK, "all hosts", found, "use a file system with atomic creation (NFS 4, Lustre, …)"))
     state = "shared by all" if len(hosts) > 1 else "writable"
-    return rows or [good(_CHECK, everywhere(hosts), f"{directory}: {state}")]
+    return rows or [good(_CHECK, describe_hosts(hosts), f"{directory}: {state}")]
 
 
 def write_rate_rows(directory: Path, identity: Identity, hosts: Sequence[str]) -> list[Row]:
@@ -91,7 +91,7 @@ def write_rate_rows(directory: Path, identity: Identity, hosts: Sequence[str]) -
         elif rate < _SLOW * fastest:
             found = f"{size(rate)}/s, another host {size(fastest)}/s"
             rows.append(warning("writing there", host, found, "look at its mount and its link"))
-    return rows or [good("writing there", everywhere(rates), f"{size(sum(rates.values()))}/s together, with fsync")]
+    return rows or [good("writing there", describe_hosts(rates), f"{size(sum(rates.values()))}/s together, with fsync")]
 
 
 def _rate(path: Path) -> float:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import jax
 
 Facts = dict[str, Any]
-"""Plain data that can be sent as JSON; the keys are those of `quick` and `thorough`."""
+"""Plain data that can be sent as JSON; the keys are those of `quick_facts` and `thorough_facts`."""
 
 _SHM = Path("/dev/shm")  # noqa: S108 - only its size is read
 _GPUS = ("cuda", "gpu", "rocm")
@@ -41,7 +41,7 @@ _SHARED = "nvidia-cuda-mps-server"
 """Through which several processes share a GPU."""
 
 
-def quick(clock: tuple[float, float]) -> Facts:
+def quick_facts(clock: tuple[float, float]) -> Facts:
     """What the start of each run looks at. `clock` is how far this one is ahead of process 0's: at least, at most.
 
     Raises `PreflightError` if there are no devices, or only CPUs where JAX_PLATFORMS wants GPUs first.
@@ -79,7 +79,7 @@ def _no_devices(host: str, trouble: str) -> PreflightError:
     return PreflightError(f"{host}: {trouble}; look at nvidia-smi there, and at the lines above").blaming(hosts=[host])
 
 
-def thorough() -> Facts:
+def thorough_facts() -> Facts:
     """What only the command looks at."""
     free = host_memory().get("host_available_bytes")
     return {
@@ -96,7 +96,7 @@ def thorough() -> Facts:
     } | gpu_facts()
 
 
-def told_to_all(name: str, facts: Facts, identity: Identity) -> list[Facts]:
+def exchange_facts(name: str, facts: Facts, identity: Identity) -> list[Facts]:
     """The facts of all processes, in order, in each of them, with the number of a process in the name of a host that
     another machine has as well."""
     all_facts: list[Facts] = all_gather(name, facts, identity)

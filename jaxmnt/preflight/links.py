@@ -22,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxmnt.distributed.coordination import barrier, gather
 from jaxmnt.distributed.identity import Identity
 from jaxmnt.errors import ConfigError
-from jaxmnt.preflight.table import Row, everywhere, failed, good, warning
+from jaxmnt.preflight.table import Row, describe_hosts, failed, good, warning
 from jaxmnt.run.probe import TimedProduct
 
 _TIMES = 3
@@ -76,7 +76,9 @@ def axis_rows(mesh: Mesh, identity: Identity, hosts: Sequence[str]) -> list[Row]
             continue
         names = (kind.replace("collective-permute", "point-to-point") for kind in COLLECTIVES)
         slowest = zip(names, map(min, zip(*of_all, strict=True)), strict=True)
-        rows.append(good(f"axis {axis}", everywhere(hosts), ", ".join(f"{name} {_gb(rate)}" for name, rate in slowest)))
+        rows.append(
+            good(f"axis {axis}", describe_hosts(hosts), ", ".join(f"{name} {_gb(rate)}" for name, rate in slowest))
+        )
     return rows
 
 
@@ -97,18 +99,18 @@ def _rate(mesh: Mesh, axis: str, kind: str) -> float:
     operation, crossings, whole = COLLECTIVES[kind]
     size = mesh.shape[axis]
     count = _BYTES.get(mesh.devices.flat[0].platform, _BYTES["cpu"]) // 4 // size * (size if whole else 1)
-    program = jax.jit(of_each_device(mesh, partial(operation, axis=axis, n=size)))
-    array = on_each_device(mesh, np.ones(count, np.float32))
+    program = jax.jit(map_over_devices(mesh, partial(operation, axis=axis, n=size)))
+    array = repeat_on_devices(mesh, np.ones(count, np.float32))
     return 4 * count * crossings(size) / _seconds(partial(program, array))
 
 
-def of_each_device(mesh: Mesh, function: Callable[..., Any]) -> Callable[..., Any]:
+def map_over_devices(mesh: Mesh, function: Callable[..., Any]) -> Callable[..., Any]:
     """The function of what one device has, for all devices of the mesh."""
     spec = PartitionSpec(mesh.axis_names)
     return jax.shard_map(function, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
 
 
-def on_each_device(mesh: Mesh, values: np.ndarray) -> Array:
+def repeat_on_devices(mesh: Mesh, values: np.ndarray) -> Array:
     """An array that has these values on each device of the mesh, one after the other along the first dimension."""
     sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
     shape = (values.shape[0] * mesh.size, *values.shape[1:])
@@ -187,10 +189,10 @@ def _pair_rate(one: int, other: int) -> float:
 def _seconds(act: Callable[[], Any]) -> float:
     """The shortest of a few times, after one that compiles and connects."""
     jax.block_until_ready(act())
-    return min(times_of(act, _TIMES))
+    return min(measure_times(act, _TIMES))
 
 
-def times_of(act: Callable[[], Any], times: int) -> list[float]:
+def measure_times(act: Callable[[], Any], times: int) -> list[float]:
     """The seconds of each time until the devices have what `act` returns."""
     return timeit.repeat(lambda: jax.block_until_ready(act()), number=1, repeat=times)
 
@@ -203,7 +205,7 @@ _USING = re.compile(r"NCCL INFO NET/(IB|Socket) : Using (.+)")
 _PLUGIN = re.compile(r"NCCL INFO Using network (\S+)")
 
 
-def write_logs_to(folder: Path) -> None:
+def configure_nccl_logs(folder: Path) -> None:
     """Lets NCCL, which reads this when it starts, write a file a process. Raises `ConfigError` if the folder cannot be
     made."""
     try:

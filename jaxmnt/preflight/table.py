@@ -47,7 +47,7 @@ def failures(rows: Sequence[Row]) -> list[Row]:
     return [row for row in rows if row.verdict is Verdict.FAILED]
 
 
-def everywhere(hosts: Iterable[str]) -> str:
+def describe_hosts(hosts: Iterable[str]) -> str:
     """Returns how a row names these hosts, each of which may be there several times."""
     names = [*dict.fromkeys(hosts)]
     return names[0] if len(names) == 1 else f"all {len(names)} hosts"

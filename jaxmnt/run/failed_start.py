@@ -12,8 +12,8 @@ from jaxmnt.distributed.termination import (
     ExitHandler,
     ExitReason,
     StoppedError,
+    check_abandoned_starts,
     exit_reason_of,
-    refuse_to_wait_for_ever,
 )
 from jaxmnt.errors import ConfigError, ExitCode, UserError, summary
 from jaxmnt.telemetry import clock
@@ -70,7 +70,7 @@ class FailedStartRecorder:
         """The error with which the start ends; None if it is abandoned, and can be made again."""
         if isinstance(error, AbsentError):
             try:
-                refuse_to_wait_for_ever(
+                check_abandoned_starts(
                     read_lines(event_file(self._run_dir, self._identity.process_id)), error, clock.now()
                 )
             except ConfigError as final:

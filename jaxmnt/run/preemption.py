@@ -18,7 +18,7 @@ from typing import Any
 from jaxmnt import early_signals
 from jaxmnt.config.schema import Config
 from jaxmnt.distributed.identity import Identity
-from jaxmnt.distributed.launchers import number_of
+from jaxmnt.distributed.launchers import parse_number
 from jaxmnt.errors import remark
 
 ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -177,6 +177,6 @@ def seconds_left(minutes: float | None, margin: float, environment: Mapping[str,
     """
     left = [60 * minutes] if minutes is not None else []
     told = environment.get("SLURM_JOB_END_TIME")
-    if told and (slurm := number_of("SLURM_JOB_END_TIME", told, most=_LATEST) - time.time()) > 0:
+    if told and (slurm := parse_number("SLURM_JOB_END_TIME", told, most=_LATEST) - time.time()) > 0:
         left.append(slurm)
     return min(left) - margin if left else None

@@ -113,7 +113,7 @@ def _open_sinks(run: ReadyRun) -> Sinks:
 
     def close(error: type[BaseException] | None, *_: object) -> None:
         if not sinks.close(patient=error is None):
-            run.heartbeat.exit_handler.hurried = True  # a library's own thread may keep a process for ever
+            run.heartbeat.exit_handler.must_exit_now = True  # a library's own thread may keep a process for ever
 
     run.held.push(close)
     return sinks

@@ -15,7 +15,7 @@ import jax
 from jaxmnt.config.schema import Config
 from jaxmnt.data.batches import TrainingData
 from jaxmnt.data.sources import Sources
-from jaxmnt.distributed.heartbeat import Heartbeat, heartbeat_alone
+from jaxmnt.distributed.heartbeat import Heartbeat, disconnected_heartbeat
 from jaxmnt.distributed.identity import Identity
 from jaxmnt.run.lock import RunLock
 from jaxmnt.run.preemption import StopRequest, stop_request
@@ -72,7 +72,7 @@ def run_process(
     `devices` are all devices of all processes by default.
     """
     directory, identity = config.run_dir, identity or Identity()
-    heartbeat = heartbeat or heartbeat_alone(identity)
+    heartbeat = heartbeat or disconnected_heartbeat(identity)
     watchdog = Watchdog(config.watchdog, directory, identity.process_id, heartbeat)
     with ExitStack() as held:
         stop = stop or held.enter_context(stop_request(config, identity, heartbeat.end))

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from jaxmnt.data.grain_source import GrainData
-from jaxmnt.distributed.process_group import telling
+from jaxmnt.distributed.process_group import reporting_failures
 from jaxmnt.errors import ExitCode
 from jaxmnt.run import report
 from jaxmnt.run.branch import branch_points
@@ -25,7 +25,7 @@ from jaxmnt.training.build import build_spec
 
 def train_in(process: RunProcess, flags: ResumeFlags, opened: Callable[[], None] = lambda: None) -> ExitCode:
     """Trains in this process of a run. `opened` is called when the run is about to have events of its own."""
-    with telling(process.heartbeat), unreadable_is_retryable(process.config):
+    with reporting_failures(process.heartbeat), unreadable_is_retryable(process.config):
         run = open_run(process, flags)
         if run.finished:
             return ExitCode.FINISHED
