@@ -105,7 +105,7 @@ def test_errors_of_hardware_in_the_kernels_log():
         ("GPUs in use", {"strangers": ["77 python"]}, "failed", "by 77 python"),
         ("GPU errors", {"xids": ["0000:3b:00: Xid 79"]}, "warning", "since the driver was started"),
         ("NVLink", {"links": {"GPU 0": 17, "GPU 1": 18}}, "failed", "17 links are active, elsewhere 18"),
-        ("GPUs", {"gpus": []}, "warning", "NVML tells nothing there"),
+        ("GPUs", {"gpus": []}, "warning", "NVML reports no GPU there"),
     ],
 )
 def test_the_host_that_is_not_like_the_others_is_named(check, odd, verdict, words):

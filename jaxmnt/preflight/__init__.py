@@ -1,1 +1,1 @@
-"""Are these hosts, and the network between them, what a run needs?"""
+"""Checks whether hosts, and the network between them, meet the needs of a run."""

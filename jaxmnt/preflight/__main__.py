@@ -1,4 +1,4 @@
-"""The command that checks the hosts of a run: see `arguments.py` for its help."""
+"""Implements the command that checks the hosts of a run: see `arguments.py` for its help."""
 
 import sys
 from argparse import Namespace
@@ -25,8 +25,8 @@ def main(arguments: list[str]) -> int:
         return explain(cluster, as_json=options.json)
     if options.config is None:
         raise ConfigError("--config: missing; give the config of the run")
-    waits = as_override("cluster.start_timeout_seconds", options.wait)
-    config = load_config(options.config, [*options.overrides, waits])
+    start_timeout = as_override("cluster.start_timeout_seconds", options.wait)
+    config = load_config(options.config, [*options.overrides, start_timeout])
     identity = identify(config.cluster)
     with working("starting" if identity.process_id == 0 else "") as work:
         return _check(config, options, identity, work)
@@ -44,57 +44,60 @@ def _check(config: Config, options: Namespace, identity: Identity, work: Work) -
 
     keep_programs_of_one_cpu_alone()
     exit_handler = ExitHandler(identity.label)
-    nccl = config.run_dir / "preflight" if options.nccl_debug else None
-    if nccl is not None:
-        configure_nccl_logs(nccl)
+    nccl_logs = config.run_dir / "preflight" if options.nccl_debug else None
+    if nccl_logs is not None:
+        configure_nccl_logs(nccl_logs)
 
     def run() -> int:
         try:
-            with ExitStack() as held:
-                held.callback(work.does, "")
-                held.enter_context(exit_handler.with_hook(lambda _: work.does("")))
-                heartbeat = held.enter_context(
+            with ExitStack() as stack:
+                # The status line is cleared at the end, and also if the process is ended from another thread.
+                stack.callback(work.does, "")
+                stack.enter_context(exit_handler.with_hook(lambda _: work.does("")))
+                heartbeat = stack.enter_context(
                     joined(identity, config, exit_handler, lambda: open_sources(config.data).digest)
                 )
                 work.does("checking" if identity.process_id == 0 else "")
-                rows = all_rows(config, identity, heartbeat, nccl, options.calibrate)
+                rows = all_rows(config, identity, heartbeat, nccl_logs, options.calibrate)
         except UserError as error:
             if identity.process_id == 0 and options.json:
                 print(to_json([failed("roll call", identity.label or "this host", str(error), "")]), flush=True)
             raise
-        return _concluded(rows, identity, as_json=options.json)
+        return _report_rows(rows, identity, as_json=options.json)
 
     return exit_handler.finish(
         checked(report(run, debug=options.debug, where=identity.label)), at_once=not identity.alone
     )
 
 
-def _concluded(rows: list[Row], identity: Identity, *, as_json: bool) -> int:
-    bad = failures(rows)
+def _report_rows(rows: list[Row], identity: Identity, *, as_json: bool) -> int:
+    """Prints the rows in process 0. Returns the exit code."""
+    failed_rows = failures(rows)
     if identity.process_id == 0:
         print(to_json(rows) if as_json else table(rows), flush=True)
-    if not bad:
+    if not failed_rows:
         return ExitCode.FINISHED
     if identity.process_id == 0:
-        print(f"jaxmnt: error: {len(bad)} of {len(rows)} checks failed. {bad[0]}", file=sys.stderr, flush=True)
+        summary = f"{len(failed_rows)} of {len(rows)} checks failed. {failed_rows[0]}"
+        print(f"jaxmnt: error: {summary}", file=sys.stderr, flush=True)
     return ExitCode.PREFLIGHT
 
 
 def explain(cluster: Cluster, *, as_json: bool = False) -> int:
     """Prints which process this is, and why."""
-    found = survey(cluster)
-    identity = found.identity
+    result = survey(cluster)
+    identity = result.identity
     devices = "all that it sees" if identity.local_devices is None else ", ".join(map(str, identity.local_devices))
-    place = "alone" if identity.alone else f"process {identity.process_id} of {identity.processes}"
-    lines = {"this process": place, "according to": found.source or "nobody: a single process"}
+    position = "alone" if identity.alone else f"process {identity.process_id} of {identity.processes}"
+    lines = {"this process": position, "according to": result.source or "nobody: a single process"}
     if not identity.alone:
         lines["coordinator"] = str(identity.coordinator)
     lines["GPUs"] = devices
     if as_json:
-        print(json_text(lines | {"read": found.read, "ignored": found.ignored}, indent=1))
+        print(json_text(lines | {"read": result.read, "ignored": result.ignored}, indent=1))
         return ExitCode.FINISHED
-    read = [("read", f"{name}={text}") for name, text in found.read.items()]
-    ignored = [("ignored", f"{launcher}: {text}") for launcher, text in found.ignored.items()]
+    read = [("read", f"{name}={text}") for name, text in result.read.items()]
+    ignored = [("ignored", f"{launcher}: {text}") for launcher, text in result.ignored.items()]
     for name, text in [*lines.items(), *read, *ignored]:
         print(f"{name:<13} {text}")
     return ExitCode.FINISHED

@@ -1,7 +1,7 @@
-"""What devices and links attain, measured on the hosts at hand: the rates by which a plan predicts a step.
+"""Measures the rates of devices and links on the given hosts, from which a plan predicts the time of a step.
 
-All devices do the same at a time, each on its own data, as in a step. A figure is the median of a few times in the
-slowest process.
+All devices run each measurement simultaneously, each on its own data, as in a step. The result is the median of a few
+executions in the slowest process.
 
 Shapes: M, N, K of a product [M, K] by [K, N]; B batch, L length, H query heads, G key/value heads, W head width, D
 model, F MLP.
@@ -45,35 +45,35 @@ from jaxmnt.preflight.links import COLLECTIVES, map_over_devices, measure_times,
 from jaxmnt.training.compiler_options import cpu_options
 from jaxmnt.training.spec import LEAST_FLOAT8
 
-_TIMES = 3
+_REPEATS = 3
 _PRODUCTS_SECONDS, _ALL_SECONDS = 60.0, 105.0
-"""From the start on: when products, and collectives of further sizes, are no longer begun. Compiling them takes most of
-the time."""
+"""Seconds since the start after which no more products, and no more collectives of further sizes, are begun. Compiling
+takes most of the time."""
 
 
 class Scale(NamedTuple):
-    """How much is measured."""
+    """The sizes and the extent of the measurements."""
 
     products: tuple[tuple[str, tuple[int, ...]], ...]
-    """By dtype, the sizes of m, n and k. That of the first one is the dtype of a layer's other work."""
+    """Sizes of m, n and k for each dtype. The first dtype is also that of a layer's other work."""
     layouts: tuple[bool, ...]
-    """Whether rows are added up: on CPUs such products have a rate of their own."""
+    """True for products that sum over rows, as in a weight's gradient: on CPUs these have a rate of their own."""
     most_flops: float
-    """Of a product."""
+    """Most FLOPs of a product."""
     least_flops: float
-    """Of a program of products."""
+    """Least FLOPs of a program of products."""
     pairs: int
-    """Of sides, in a round of a program: a few on CPUs, where they lie in the cache as in a step."""
+    """Most pairs of matrices that a program multiplies in a round: few on CPUs, to stay in the cache as in a step."""
     payloads: tuple[int, ...]
     """Bytes of a collective."""
     work: int
     """Width of the products between two collectives."""
     rounds: int
-    """Of a loop of work and a collective."""
+    """Iterations of a loop of work and a collective."""
     layers: tuple[tuple[int, int, int], ...]
-    """(B · L, D, F) of a layer's work besides products."""
+    """Shapes (B · L, D, F) of a layer's work other than products."""
     temporary: int
-    """Bytes of temporary memory, of a program that has the kernel map it; 0 on GPUs, where it stays mapped."""
+    """Bytes of temporary memory of the program that measures page faults; 0 on GPUs, where memory stays mapped."""
 
 
 ON_CPU = Scale(
@@ -87,24 +87,24 @@ ON_GPU = Scale(
     rounds=30, layers=((8192, 4096, 14336),), temporary=0,
 )  # fmt: skip
 _LENGTHS, _TOKENS, _HEADS, _KV_HEADS, _HEAD_WIDTH = (2048, 8192), 16384, 32, 8, 128
-_ATTENDED = 16
-"""Times in a program, beside which its start does not count."""
-_COPIED = 1 << 28
+_ATTENTION_REPEATS = 16
+"""Executions of attention in a program: enough for the start of the program not to matter."""
+_COPIED_BYTES = 1 << 28
 _MOST_BYTES = 1 << 30
-"""Of the sides of a program's products."""
+"""Most bytes of the operands of a program's products."""
 _LEAST_SHAPES = 4
-"""Of products of a dtype, whatever the time."""
-_UNSURE = 0.1
-"""Of a loop's seconds without a collective: so much the difference of two loops may be wrong by."""
+"""Shapes of products that are measured for each dtype, however long it takes."""
+_UNCERTAINTY = 0.1
+"""Error of the difference of two loops, as a fraction of the seconds of the loop without a collective."""
 _LEAST_SECONDS = 1e-14
-"""Of a byte that is sent: where bytes do not matter."""
+"""Least seconds of a sent byte, for payloads whose size has no measurable effect."""
 _LAYERS, _HEADS_OF_LAYER, _ROW = 24, 4, 256
 _EXECUTIONS, _SHORT = 8, 8
-"""Of the program that has memory mapped, and the shorter side of what it multiplies."""
+"""Executions of the program that measures page faults, and the shorter side of its operands."""
 
 
 def calibrate(identity: Identity, date: str, scale: Scale | None = None) -> Calibration | None:
-    """Process 0 gets it, the others None."""
+    """Measures all rates in all processes. Returns the calibration in process 0, None in the others."""
     machines = host_names(identity)
     devices = jax.devices()
     hosts = [machines[device.process_index] for device in devices]
@@ -124,10 +124,11 @@ def calibrate(identity: Identity, date: str, scale: Scale | None = None) -> Cali
         hosts=len(set(hosts)),
         date=date,
         software=software(),
-        # Measured from here on, in the same order in all processes.
+        # From here on these are measurements: all processes make them in the same order. Each kind of product may use
+        # an equal share of the time.
         products=tuple(
-            _products(bench, scale, *kind, until=_PRODUCTS_SECONDS * number / len(kinds))
-            for number, kind in enumerate(kinds, 1)
+            _products(bench, scale, *kind, until=_PRODUCTS_SECONDS * count / len(kinds))
+            for count, kind in enumerate(kinds, 1)
         ),
         memory=_memory(bench, scale),
         instruction=_instruction(bench) if on_cpu else 0.0,
@@ -150,133 +151,149 @@ class _Bench:
         self._options = cpu_options(jnp.dtype("float32"), "2") if self.on_cpu else {}
         self._began = time.perf_counter()
         self.elapsed = 0.0
-        """Seconds since the start, of the process that began first: the same in all of them."""
+        """Seconds since the start of the process that started first: the same in all processes."""
 
     def array(self, shape: tuple[int, ...], dtype: Any = jnp.float32, mesh: Mesh | None = None) -> Array:
-        """Random numbers of this shape on each device, whose first dimensions lie one after the other. Of zeros a GPU
-        multiplies more, since they take less power."""
+        """Returns random numbers of this shape on each device, concatenated along the first dimension.
+
+        They are not zeros, which a GPU multiplies faster, since they take less power.
+        """
         return repeat_on_devices(mesh or self._mesh, np.resize(self._random, shape).astype(dtype))
 
     def compiled(self, function: Callable[..., Any], *arguments: Any, mesh: Mesh | None = None) -> Any:
-        """The function of what one device has, for all devices."""
+        """Compiles, for all devices, a function of one device's shard."""
         return jax.jit(map_over_devices(mesh or self._mesh, function)).lower(*arguments).compile(self._options)
 
     def timed(self, function: Callable[..., Any], *arguments: Any, mesh: Mesh | None = None) -> tuple[float, Any]:
-        """The seconds of one execution, and the program."""
+        """Returns the seconds of one execution in the slowest process, and the program."""
         program = self.compiled(function, *arguments, mesh=mesh)
         return self.seconds(partial(program, *arguments)), program
 
     def seconds(self, act: Callable[[], Any]) -> float:
-        """Seconds of the slowest process."""
+        """Returns the median seconds of `act` in the slowest process, after one execution that is not measured."""
         jax.block_until_ready(act())
         barrier("everyone measures", self.identity)
-        return self.slowest(statistics.median(measure_times(act, _TIMES)))
+        return self.slowest(statistics.median(measure_times(act, _REPEATS)))
 
     def slowest(self, seconds: float) -> float:
-        """What the process found that found most."""
-        of_all = all_gather("seconds", (seconds, time.perf_counter() - self._began), self.identity)
-        self.elapsed = max(elapsed for _, elapsed in of_all)
-        return float(max(seconds for seconds, _ in of_all))
+        """Returns the largest `seconds` of all processes, in all of them, and updates `elapsed`."""
+        process_times = all_gather("seconds", (seconds, time.perf_counter() - self._began), self.identity)
+        self.elapsed = max(elapsed for _, elapsed in process_times)
+        return float(max(seconds for seconds, _ in process_times))
 
 
-# What devices compute.
+# Computation.
 
 
 def _products(
     bench: _Bench, scale: Scale, sizes: tuple[int, ...], dtype: str, gradient: bool, until: float
 ) -> Products:
-    """In random order, the extreme shapes first. What is too large, or is not begun `until` then, is said to attain
-    what the nearest does that was measured."""
+    """Measures products in random order, the extreme shapes first.
 
-    @cache  # they stay, for others of the same shape
-    def side(place: int, rows: int, columns: int) -> Array:
+    Shapes that are too large, or that are not begun before `until` seconds since the start, get the rate of the nearest
+    measured shape.
+    """
+
+    @cache  # shapes share their operands
+    def operand(index: int, rows: int, columns: int) -> Array:
         return bench.array((rows, columns), jnp.float8_e4m3fn if dtype == "float8" else dtype)
 
-    def multiply(sides: list[tuple[Array, Array]], place: Array, rounds: int) -> list[Array]:
-        """One number of each product, so that they are written into the same memory one after the other."""
+    def multiply(operands: list[tuple[Array, Array]], offset: Array, rounds: int) -> list[Array]:
+        """Returns one element of each product, so that all products are written to the same memory in turn."""
 
-        def once(number: int, found: list[Array]) -> list[Array]:
-            # Without it the products would be made once, before the loop.
-            again, number = jax.lax.optimization_barrier((sides, number))
-            whole, at = (_product(left, right, dtype, gradient) for left, right in again), place[0] * number
-            return [sum_ + jax.lax.dynamic_slice(one, (at, at), (1, 1)) for sum_, one in zip(found, whole, strict=True)]
+        def once(step: int, sums: list[Array]) -> list[Array]:
+            # Without the barrier XLA would compute the products once, before the loop.
+            again, step = jax.lax.optimization_barrier((operands, step))
+            products = (_product(lhs, rhs, dtype, gradient) for lhs, rhs in again)
+            start = offset[0] * step
+            return [
+                total + jax.lax.dynamic_slice(product, (start, start), (1, 1))
+                for total, product in zip(sums, products, strict=True)
+            ]
 
         zero = jnp.zeros((1, 1), jnp.float32 if dtype == "float32" else jnp.bfloat16)
-        return jax.lax.fori_loop(0, rounds, once, [zero] * len(sides))
+        return jax.lax.fori_loop(0, rounds, once, [zero] * len(operands))
 
-    places = bench.array((1,), jnp.int32)
-    found: dict[tuple[int, ...], float] = {}
+    offset = bench.array((1,), jnp.int32)
+    measured: dict[tuple[int, ...], float] = {}
     shapes = list(combinations(sizes, repeat=3))
-    in_turn = [shapes[place] for place in np.random.default_rng(0).permutation(len(shapes))]
-    for m, n, k in sorted(in_turn, key=lambda shape: not {*shape} <= {sizes[0], sizes[-1]}):
+    in_random_order = [shapes[index] for index in np.random.default_rng(0).permutation(len(shapes))]
+    for m, n, k in sorted(in_random_order, key=lambda shape: not {*shape} <= {sizes[0], sizes[-1]}):
         flops = 2.0 * m * n * k
-        if flops > scale.most_flops or (len(found) >= _LEAST_SHAPES and bench.elapsed > until):
+        if flops > scale.most_flops or (len(measured) >= _LEAST_SHAPES and bench.elapsed > until):
             continue
+        # A small product is repeated, over several pairs of operands as far as they fit in memory.
         times = max(1, int(scale.least_flops // flops))
         pairs = max(1, min(scale.pairs, times, _MOST_BYTES // (4 * k * (m + n))))
         rounds = times // pairs
-        left = (k, m) if gradient else (m, k)
-        sides = [(side(place, *left), side(scale.pairs + place, k, n)) for place in range(pairs)]
-        seconds, _ = bench.timed(partial(multiply, rounds=rounds), sides, places)
-        found[m, n, k] = rounds * pairs * flops / seconds
-    rates = tuple(found[_nearest(found, shape)] for shape in shapes)
+        lhs_shape = (k, m) if gradient else (m, k)
+        operands = [(operand(index, *lhs_shape), operand(scale.pairs + index, k, n)) for index in range(pairs)]
+        seconds, _ = bench.timed(partial(multiply, rounds=rounds), operands, offset)
+        measured[m, n, k] = rounds * pairs * flops / seconds
+    rates = tuple(measured[_nearest(measured, shape)] for shape in shapes)
     return Products(dtype=dtype, gradient=gradient, sizes=sizes, rates=rates)
 
 
-def _product(left: Array, right: Array, dtype: str, gradient: bool) -> Array:
-    inside = (((0,) if gradient else (1,), (0,)), ((), ()))
+def _product(lhs: Array, rhs: Array, dtype: str, gradient: bool) -> Array:
+    contracted = (((0,) if gradient else (1,), (0,)), ((), ()))
     out = jnp.float32 if dtype == "float32" else jnp.bfloat16
     precision = "highest" if dtype == "float32" else None  # as training multiplies
-    return jax.lax.dot_general(left, right, inside, precision=precision, preferred_element_type=out)
+    return jax.lax.dot_general(lhs, rhs, contracted, precision=precision, preferred_element_type=out)
 
 
-def _nearest(found: Iterable[tuple[int, ...]], shape: tuple[int, ...]) -> tuple[int, ...]:
-    """By the logarithms of sizes."""
-    apart = lambda one: sum(math.log(a / b) ** 2 for a, b in zip(one, shape, strict=True))
-    return min(sorted(found), key=apart)
+def _nearest(shapes: Iterable[tuple[int, ...]], shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns the shape at the least Euclidean distance from `shape`, in the logarithms of their sizes."""
+    distance = lambda candidate: sum(math.log(a / b) ** 2 for a, b in zip(candidate, shape, strict=True))
+    return min(sorted(shapes), key=distance)
 
 
 def _memory(bench: _Bench, scale: Scale) -> float:
-    """Bytes a second, as a plan counts them, of what a layer does besides products, forward and backward."""
+    """Measures the bytes per second, as a plan counts bytes, of a layer's work other than products.
+
+    Both the forward and the backward pass count.
+    """
     dtype, _ = scale.products[0]
-    moved = seconds = 0.0
+    moved_bytes = total_seconds = 0.0
     for rows, width, mlp in scale.layers:
-        took, program = bench.timed(
-            _other_work, *(bench.array((rows, size), dtype) for size in (width, width, mlp, mlp))
-        )
-        moved += _played(program, replace(_FREE, memory=1.0))
-        seconds += took
-    return moved / seconds
+        arrays = [bench.array((rows, size), dtype) for size in (width, width, mlp, mlp)]
+        seconds, program = bench.timed(_other_work, *arrays)
+        # At one byte per second, the predicted seconds are the bytes.
+        moved_bytes += _predicted_seconds(program, replace(_FREE, memory=1.0))
+        total_seconds += seconds
+    return moved_bytes / total_seconds
 
 
 def _other_work(x_TD: Array, y_TD: Array, gate_TF: Array, up_TF: Array) -> tuple[Array, ...]:
+    """Runs layers of a residual sum, a norm, a rotation of heads and SwiGLU, forward and backward."""
+
     def forward(x_TD: Array, gate_TF: Array, up_TF: Array) -> tuple[Array, ...]:
         wide_TD = (x_TD + y_TD).astype(jnp.float32)
         normed_TD = (wide_TD * jax.lax.rsqrt(jnp.mean(wide_TD**2, -1, keepdims=True) + 1e-5)).astype(x_TD.dtype)
         heads_BLHW = normed_TD.reshape(-1, _ROW, _HEADS_OF_LAYER, x_TD.shape[-1] // _HEADS_OF_LAYER)
-        one, two = jnp.split(heads_BLHW, 2, -1)
-        turned_BHLW = jnp.concatenate([one - two, one + two], -1).swapaxes(1, 2)
+        first, second = jnp.split(heads_BLHW, 2, -1)
+        turned_BHLW = jnp.concatenate([first - second, first + second], -1).swapaxes(1, 2)
         return turned_BHLW.reshape(x_TD.shape), jax.nn.silu(gate_TF) * up_TF
 
-    def layer(_: int, given: tuple[Array, ...]) -> tuple[Array, ...]:
-        out, backward = jax.vjp(forward, *given)
-        return tuple(one - 0.01 * gradient for one, gradient in zip(given, backward(out), strict=True))
+    def layer(_: int, inputs: tuple[Array, ...]) -> tuple[Array, ...]:
+        out, backward = jax.vjp(forward, *inputs)
+        return tuple(array - 0.01 * gradient for array, gradient in zip(inputs, backward(out), strict=True))
 
-    return tuple(one[:1, :1] for one in jax.lax.fori_loop(0, _LAYERS, layer, (x_TD, gate_TF, up_TF)))
+    return tuple(array[:1, :1] for array in jax.lax.fori_loop(0, _LAYERS, layer, (x_TD, gate_TF, up_TF)))
 
 
 def _instruction(bench: _Bench) -> float:
-    """Seconds that an instruction takes that does next to nothing."""
+    """Measures the seconds of an instruction that does almost nothing."""
 
     def chain(x_NN: Array) -> Array:
         return jax.lax.fori_loop(0, 1000, lambda _, x_NN: jnp.dot(jnp.dot(x_NN, x_NN) * 0.1, x_NN) * 0.1, x_NN)
 
     seconds, program = bench.timed(chain, bench.array((8, 8)))
-    return seconds / _played(program, replace(_FREE, instruction=1.0))
+    # At one second per instruction, the predicted seconds are the number of instructions.
+    return seconds / _predicted_seconds(program, replace(_FREE, instruction=1.0))
 
 
 def _page_faults(bench: _Bench, temporary: int) -> float:
-    """Seconds of the kernel for a byte of a program's temporary memory, which it maps and clears for each execution."""
+    """Measures the kernel's seconds for a byte of temporary memory, which it maps and clears for each execution."""
     side = math.isqrt(temporary // 4)
     tall_NK, wide_KN = bench.array((side, _SHORT)), bench.array((_SHORT, side))
     program = bench.compiled(lambda tall_NK, wide_KN: tall_NK @ wide_KN @ wide_KN.T, tall_NK, wide_KN)
@@ -298,101 +315,120 @@ _FREE = Rates(
     products={"float32": math.inf, "bfloat16": math.inf}, attention=math.inf, memory=math.inf, within_host=math.inf,
     between_hosts=math.inf, to_host=math.inf,
 )  # fmt: skip
-"""By which nothing takes time."""
+"""Rates under which every operation is free."""
 
 
-def _played(program: Any, rates: Rates) -> float:
-    """What a plan counts of a program."""
+def _predicted_seconds(program: Any, rates: Rates) -> float:
+    """Returns the seconds that a plan predicts for a compiled program."""
     return replay_program(Program(program.as_text()), 1, rates).seconds
 
 
 def _attention(bench: _Bench) -> Attention:
-    """Of cuDNN's, in rows of two lengths: seconds are FLOPs / rate × (1 + half length / length)."""
+    """Measures cuDNN's attention in rows of two lengths.
+
+    Fits the model of `Attention`: seconds = FLOPs / rate × (1 + half length / length).
+    """
     attend = partial(cudnn.attend_whole, ScoreOptions(_HEAD_WIDTH**-0.5))
 
     def both(q: Array, k: Array, v: Array) -> Any:
         out, backward = jax.vjp(attend, q, k, v)
         return backward(out)
 
-    ahead, back = [], []
+    forward_seconds, backward_seconds = [], []
     for length in _LENGTHS:
         q, k, v = (
             bench.array((_TOKENS // length, length, heads, _HEAD_WIDTH), jnp.bfloat16)
             for heads in (_HEADS, _KV_HEADS, _KV_HEADS)
         )
-        ahead.append(_repeated(bench, attend, q, k, v))
-        back.append(_repeated(bench, both, q, k, v) - ahead[-1])
+        forward_seconds.append(_repeated(bench, attend, q, k, v))
+        backward_seconds.append(_repeated(bench, both, q, k, v) - forward_seconds[-1])
+    # Two products of 2 FLOPs for each head, width and pair of tokens, of which a causal mask leaves half.
     flops = [2 * 2.0 * _TOKENS * _HEADS * length / 2 * _HEAD_WIDTH for length in _LENGTHS]
-    seconds_a_flop = [seconds / count for seconds, count in zip(ahead, flops, strict=True)]
-    slope, offset = statistics.linear_regression([1 / length for length in _LENGTHS], seconds_a_flop)
-    half = max(0.0, slope / offset)
-    long = 1 + half / _LENGTHS[-1]
-    return Attention(forward=flops[-1] * long / ahead[-1], backward=2.5 * flops[-1] * long / back[-1], half_length=half)
+    seconds_per_flop = [seconds / count for seconds, count in zip(forward_seconds, flops, strict=True)]
+    slope, offset = statistics.linear_regression([1 / length for length in _LENGTHS], seconds_per_flop)
+    half_length = max(0.0, slope / offset)
+    slowdown = 1 + half_length / _LENGTHS[-1]
+    return Attention(
+        forward=flops[-1] * slowdown / forward_seconds[-1],
+        backward=2.5 * flops[-1] * slowdown / backward_seconds[-1],  # five products instead of two
+        half_length=half_length,
+    )
 
 
 def _repeated(bench: _Bench, function: Callable[..., Any], *arrays: Array) -> float:
-    """Seconds of one of many times in a program."""
+    """Measures the seconds of one execution of a function that a program repeats many times."""
 
-    def many(*given: Array) -> Array:
-        def once(number: int, found: Array) -> Array:
-            again, number = jax.lax.optimization_barrier((given, number))  # or it would be done once, before the loop
-            cut = lambda one: jax.lax.dynamic_slice(one, [0 * number] * one.ndim, [1] * one.ndim).ravel()
-            return sum(map(cut, jax.tree.leaves(function(*again))), found)
+    def many(*inputs: Array) -> Array:
+        def once(step: int, total: Array) -> Array:
+            # Without the barrier XLA would call the function once, before the loop.
+            again, step = jax.lax.optimization_barrier((inputs, step))
+            first_element = lambda array: jax.lax.dynamic_slice(
+                array, [0 * step] * array.ndim, [1] * array.ndim
+            ).ravel()
+            return sum(map(first_element, jax.tree.leaves(function(*again))), total)
 
-        return jax.lax.fori_loop(0, _ATTENDED, once, jnp.zeros((1,), given[0].dtype))
+        return jax.lax.fori_loop(0, _ATTENTION_REPEATS, once, jnp.zeros((1,), inputs[0].dtype))
 
     seconds, _ = bench.timed(many, *arrays)
-    return seconds / _ATTENDED
+    return seconds / _ATTENTION_REPEATS
 
 
 def _to_host(bench: _Bench) -> float:
-    """Bytes a second from each device to its host's memory."""
-    array = bench.array((_COPIED // 4,))
-    near = array.sharding.with_memory_kind("pinned_host")
-    return _COPIED / bench.seconds(lambda: jax.device_put(array, near))
+    """Measures the bytes per second from each device to its host's memory."""
+    array = bench.array((_COPIED_BYTES // 4,))
+    host_sharding = array.sharding.with_memory_kind("pinned_host")
+    return _COPIED_BYTES / bench.seconds(lambda: jax.device_put(array, host_sharding))
 
 
-# What devices send.
+# Communication.
 
 
 class _Sent(NamedTuple):
+    """One measurement of a collective."""
+
     steps: int
     bytes: float
     seconds: float
     unsure: float = 0.0
-    """By so many seconds that figure may be wrong."""
+    """Error of `seconds`."""
 
 
 def _collectives(bench: _Bench, scale: Scale, hosts: Sequence[str]) -> list[Collective]:
-    """Each kind and place with the smallest and the largest payload, and in time also with those between."""
+    """Measures each kind at each place with the smallest and the largest payload, and with others as time permits."""
     groups = list(_groups(bench.devices, hosts))
-    sent: dict[tuple[str, str], list[_Sent]] = {}
-    for number, payload in enumerate((scale.payloads[0], scale.payloads[-1], *scale.payloads[1:-1])):
+    measurements: dict[tuple[str, str], list[_Sent]] = {}
+    for index, payload in enumerate((scale.payloads[0], scale.payloads[-1], *scale.payloads[1:-1])):
         for place, grid in groups:
             for kind in COLLECTIVES:
-                if number < 2 or bench.elapsed < _ALL_SECONDS:
-                    sent.setdefault((kind, place), []).append(_send(bench, scale, kind, grid, payload))
+                if index < 2 or bench.elapsed < _ALL_SECONDS:
+                    measurements.setdefault((kind, place), []).append(_send(bench, scale, kind, grid, payload))
     steps = {} if bench.on_cpu else {WITHIN_HOST: STEP_WITHIN_HOST, BETWEEN_HOSTS: STEP_BETWEEN_HOSTS}
-    found = []
-    for (kind, place), each in sent.items():
-        start, step, rate = fit_collective(each, steps.get(place, 0.0))
-        found.append(Collective(kind=kind, place=place, start=start, step=step, rate=rate))
-    return found
+    collectives = []
+    for (kind, place), sent in measurements.items():
+        start, step, rate = fit_collective(sent, steps.get(place, 0.0))
+        collectives.append(Collective(kind=kind, place=place, start=start, step=step, rate=rate))
+    return collectives
 
 
 def _groups(devices: Sequence[jax.Device], hosts: Sequence[str]) -> Iterable[tuple[str, np.ndarray]]:
-    """By place, and for each size of groups there, the devices in rows of a group. None, if processes would be left
-    out."""
+    """Yields each place and, for each size of groups there, the devices as an array [groups, devices of a group].
+
+    Yields nothing if a process would have no device in it.
+    """
     network = next((network_of(chip) for chip in CHIPS.values() if chip.kind == devices[0].device_kind), None)
     in_racks = network is not None and network.domain > network.devices_per_host
     if network is not None and in_racks and len(devices) <= network.domain:
         hosts = [""] * len(devices)  # as in a plan, a rack counts as a host
-    by_host = {host: [one for one, at in zip(devices, hosts, strict=True) if at == host] for host in sorted(set(hosts))}
-    each = min(map(len, by_host.values()))
-    grid = np.array([own[:each] for own in by_host.values()])  # [hosts, devices of each]
-    if {one.process_index for one in grid.flat} != {one.process_index for one in devices}:
+    by_host = {
+        name: [device for device, host in zip(devices, hosts, strict=True) if host == name]
+        for name in sorted(set(hosts))
+    }
+    # Each host takes part with as many devices as the smallest has.
+    per_host = min(map(len, by_host.values()))
+    grid = np.array([host_devices[:per_host] for host_devices in by_host.values()])  # [hosts, devices of each]
+    if {device.process_index for device in grid.flat} != {device.process_index for device in devices}:
         return
-    # Of several racks, which host is in which is not known.
+    # With several racks it is not known which host is in which.
     places = [(WITHIN_HOST, grid)] if in_racks else [(WITHIN_HOST, grid), (BETWEEN_HOSTS, grid.T)]
     for place, rows in places:
         most = rows.shape[1]
@@ -402,56 +438,64 @@ def _groups(devices: Sequence[jax.Device], hosts: Sequence[str]) -> Iterable[tup
 
 
 def _send(bench: _Bench, scale: Scale, kind: str, grid: np.ndarray, payload: int) -> _Sent:
-    """Between products, as it is in a step: processes on CPUs look for what has arrived every few milliseconds, but at
-    once if they have just looked. And many times in a program, whose start takes longer than a collective on GPUs."""
-    act, _, whole = COLLECTIVES[kind]
+    """Measures a collective between products, as in a step, many times in a program.
+
+    Processes on CPUs poll for arrived data only every few milliseconds, but do so at once if they have just polled. On
+    GPUs the start of a program takes longer than a collective.
+    """
+    operation, _, starts_whole = COLLECTIVES[kind]
     size = grid.shape[1]
     mesh = Mesh(grid, ("groups", "group"))
-    share = payload // 4 // size
-    array = bench.array((share * size if whole else share,), mesh=mesh)
-    seconds, work = _beside_work(bench, scale, partial(act, axis="group", n=size), array, mesh)
+    shard = payload // 4 // size
+    array = bench.array((shard * size if starts_whole else shard,), mesh=mesh)
+    seconds, work = _beside_work(bench, scale, partial(operation, axis="group", n=size), array, mesh)
     if kind == "collective-permute":
-        return _Sent(1, payload, seconds, _UNSURE * work)
+        return _Sent(1, payload, seconds, _UNCERTAINTY * work)
     steps = ring_passes(kind) * (size - 1)
-    return _Sent(steps, payload * steps / size, seconds, _UNSURE * work)
+    return _Sent(steps, payload * steps / size, seconds, _UNCERTAINTY * work)
 
 
 def _beside_work(
     bench: _Bench, scale: Scale, send: Callable[[Any], Any], array: Array, mesh: Mesh
 ) -> tuple[float, float]:
-    """Seconds of sending in a loop that also multiplies, less those of the loop that only multiplies; and the
-    latter."""
+    """Measures the seconds of sending, and those of the work, in one iteration.
+
+    The former is the difference of a loop that multiplies and sends and a loop that only multiplies.
+    """
     square_NN = bench.array((scale.work, scale.work), mesh=mesh)
 
     def loop(x: Array, y_NN: Array, send: Callable[[Any], Any]) -> Array:
-        def once(_: int, given: tuple[Array, Array]) -> tuple[Array, Array]:
-            x, product_NN = given
+        def once(_: int, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+            x, product_NN = carry
             product_NN = 0.01 * jnp.dot(product_NN, y_NN)
             return 0.5 * x + send(x + product_NN[0, 0])[0], product_NN
 
         return jax.lax.fori_loop(0, scale.rounds, once, (x, y_NN))[0]
 
     times = []
-    for each in (send, lambda x: x):
-        seconds, _ = bench.timed(partial(loop, send=each), array, square_NN, mesh=mesh)
+    for operation in (send, lambda x: x):
+        seconds, _ = bench.timed(partial(loop, send=operation), array, square_NN, mesh=mesh)
         times.append(seconds / scale.rounds)
     return times[0] - times[1], times[1]
 
 
 def fit_collective(sent: Sequence[_Sent], step: float = 0.0) -> tuple[float, float, float]:
-    """(start, step, rate) that meet the seconds best, relative errors counting; none is below zero. What is not surely
-    above nothing is left out, if enough others tell. Groups of one size alone do not tell a step from the start: it is
-    then `step`, as far as there is room."""
-    sure = [one for one in sent if one.seconds > one.unsure]
-    sizes = len({one.steps for one in sent})
-    if len(sure) > 1 and len({one.steps for one in sure}) == sizes:
-        sent = sure
+    """Fits (start, step, rate) to measurements by least squares of relative errors; none is negative.
+
+    Measurements below their error are excluded if enough others remain. Groups of only one size do not distinguish the
+    seconds of a step from those of the start: the former are then `step`, or less if the start is shorter.
+    """
+    certain = [measurement for measurement in sent if measurement.seconds > measurement.unsure]
+    sizes = len({measurement.steps for measurement in sent})
+    if len(certain) > 1 and len({measurement.steps for measurement in certain}) == sizes:
+        sent = certain
     steps, payloads, seconds, unsure = np.array(sent, float).T
     columns = {"start": np.ones_like(seconds), "step": steps, "bytes": payloads}
     if sizes == 1:
         del columns["step"]
     scales = np.maximum(seconds, unsure)
     solved: dict[str, float] = {}
+    # Non-negative least squares: drops the most negative term and solves again.
     while columns:
         weighted = np.array([*columns.values()]).T / scales[:, None]
         solution = np.linalg.lstsq(weighted, seconds / scales, rcond=None)[0]

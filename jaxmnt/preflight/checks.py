@@ -1,4 +1,4 @@
-"""The order of the checks."""
+"""Runs all checks, in order."""
 
 import time
 from pathlib import Path
@@ -18,47 +18,49 @@ from jaxmnt.preflight.table import Row, describe_hosts, failures, good
 
 
 def all_rows(
-    config: Config, identity: Identity, heartbeat: Heartbeat, nccl: Path | None, calibration: Path | None
+    config: Config, identity: Identity, heartbeat: Heartbeat, nccl_logs: Path | None, calibration: Path | None
 ) -> list[Row]:
-    """Makes every check, in all processes, and returns what was found in all of them. NCCL's logs are in `nccl`;
-    measured rates are written to `calibration`."""
-    mine = thorough_facts()  # before JAX is on the GPUs
-    all_facts = exchange_facts("everything about the hosts", mine | quick_facts(heartbeat.clock), identity)
-    hosts, first = process_hosts(all_facts), identity.process_id == 0
-    rows = _meeting_rows(identity, describe_hosts(hosts)) + quick_checks(config, identity, all_facts)
-    rows += thorough_rows(all_facts) if first else []
-    if not failures(
-        broadcast_rows(rows, identity)
-    ):  # else there is nowhere to write, or the devices are not those of the run
+    """Makes every check, and returns the rows in all processes.
+
+    NCCL writes its logs to `nccl_logs`; measured rates are written to `calibration`.
+    """
+    own_facts = thorough_facts()  # before JAX uses the GPUs
+    all_facts = exchange_facts("everything about the hosts", own_facts | quick_facts(heartbeat.clock), identity)
+    hosts = process_hosts(all_facts)
+    is_first = identity.process_id == 0
+    rows = _rendezvous_rows(identity, describe_hosts(hosts)) + quick_checks(config, identity, all_facts)
+    rows += thorough_rows(all_facts) if is_first else []
+    # After a failure there may be no directory to write to, or the devices may not be those of the run.
+    if not failures(broadcast_rows(rows, identity)):
         for directory in shared_directories(config):
             rows += write_rate_rows(directory, identity, hosts)
         machines = host_names(identity)
         host_of = lambda device: machines[device.process_index]
         mesh = build_mesh(config.mesh, hosts=host_of)
-        rows += room_rows(config, host_of) if first else []
+        rows += room_rows(config, host_of) if is_first else []
         rows += links.matmul_rows(identity, hosts)
         rows += links.pair_rows(identity, hosts, {facts["host"]: megabits(facts) for facts in all_facts})
         rows += links.axis_rows(mesh, identity, hosts)
-        rows += links.nccl_rows(nccl, hosts[0]) if nccl is not None and first else []
+        rows += links.nccl_rows(nccl_logs, hosts[0]) if nccl_logs is not None and is_first else []
         if calibration is not None and not failures(broadcast_rows(rows, identity)):
-            rows += _calibrated(calibration, identity)
+            rows += _calibration_rows(calibration, identity)
     return broadcast_rows(rows, identity)
 
 
-def _calibrated(path: Path, identity: Identity) -> list[Row]:
-    """Measures, and writes the file. Process 0 gets the row."""
+def _calibration_rows(path: Path, identity: Identity) -> list[Row]:
+    """Measures rates in all processes. Process 0 writes the file and gets the row."""
     from jaxmnt.plan.calibration import summary, to_text
     from jaxmnt.preflight.calibrate import calibrate
 
-    found = calibrate(identity, time.strftime("%Y-%m-%d"))
-    if found is None:
+    calibration = calibrate(identity, time.strftime("%Y-%m-%d"))
+    if calibration is None:
         return []
-    write_file(path, to_text(found))
-    return [good("calibration", f"all {found.devices} devices", f"{summary(found)}; written to {path}")]
+    write_file(path, to_text(calibration))
+    return [good("calibration", f"all {calibration.devices} devices", f"{summary(calibration)}; written to {path}")]
 
 
-def _meeting_rows(identity: Identity, where: str) -> list[Row]:
-    """What the rendezvous has found to be well."""
+def _rendezvous_rows(identity: Identity, where: str) -> list[Row]:
+    """Returns the rows for the checks that the rendezvous has passed."""
     if identity.process_id != 0 or identity.alone:
         return []
     reached = f"{identity.coordinator} was reached by all {identity.processes} processes"

@@ -1,4 +1,4 @@
-"""What one process knows of its host and its GPUs, to be compared with what the others know of theirs."""
+"""Collects the facts of one process about its host and its GPUs, for a comparison with those of the others."""
 
 import os
 import platform
@@ -38,13 +38,14 @@ _XIDS_OF_HARDWARE = {48, 63, 64, 74, 79, 92, 94, 95, 119, 120, 140}
 """Memory, NVLink, the bus, and the GPU's own processor: https://docs.nvidia.com/deploy/xid-errors/"""
 _DMESG_SECONDS = 30.0
 _SHARED = "nvidia-cuda-mps-server"
-"""Through which several processes share a GPU."""
+"""Server through which several processes share a GPU (CUDA MPS)."""
 
 
 def quick_facts(clock: tuple[float, float]) -> Facts:
-    """What the start of each run looks at. `clock` is how far this one is ahead of process 0's: at least, at most.
+    """Returns the facts that each start of a run compares.
 
-    Raises `PreflightError` if there are no devices, or only CPUs where JAX_PLATFORMS wants GPUs first.
+    `clock` has the lower and the upper bound, in seconds, of how far this process's clock is ahead of process 0's.
+    Raises `PreflightError` if there are no devices, or only CPUs although JAX_PLATFORMS lists GPUs first.
     """
     host = socket.gethostname()
     devices = _devices(host)
@@ -61,17 +62,17 @@ def quick_facts(clock: tuple[float, float]) -> Facts:
 def _devices(host: str) -> "list[jax.Device]":
     import jax
 
-    wanted = os.environ.get("JAX_PLATFORMS", "")
+    platforms = os.environ.get("JAX_PLATFORMS", "")
     try:
         devices = jax.local_devices()
     except (RuntimeError, AssertionError) as error:  # JAX asserts that it has found some
         if is_connection_error(error):
             raise PeerError(f"another process is gone: {str(error).splitlines()[0]}") from error
-        trouble = (str(error).splitlines() or [f"nothing of JAX_PLATFORMS={wanted} can be used"])[0]
+        trouble = (str(error).splitlines() or [f"no platform of JAX_PLATFORMS={platforms} can be used"])[0]
         raise _no_devices(host, trouble) from error
-    # JAX passes over CUDA without a word where the driver shows no GPU.
-    if wanted.partition(",")[0] in _GPUS and devices[0].platform != "gpu":
-        raise _no_devices(host, f"JAX_PLATFORMS={wanted}, and JAX finds no GPU")
+    # JAX silently skips CUDA if the driver shows no GPU.
+    if platforms.partition(",")[0] in _GPUS and devices[0].platform != "gpu":
+        raise _no_devices(host, f"JAX_PLATFORMS={platforms}, and JAX finds no GPU")
     return devices
 
 
@@ -80,7 +81,7 @@ def _no_devices(host: str, trouble: str) -> PreflightError:
 
 
 def thorough_facts() -> Facts:
-    """What only the command looks at."""
+    """Returns the facts that only the preflight command compares."""
     free = host_memory().get("host_available_bytes")
     return {
         "python": platform.python_version(),
@@ -97,26 +98,28 @@ def thorough_facts() -> Facts:
 
 
 def exchange_facts(name: str, facts: Facts, identity: Identity) -> list[Facts]:
-    """The facts of all processes, in order, in each of them, with the number of a process in the name of a host that
-    another machine has as well."""
+    """Returns the facts of all processes, in order, in each of them.
+
+    If several machines have the same host name, the number of a process is appended to all but the first.
+    """
     all_facts: list[Facts] = all_gather(name, facts, identity)
-    first: dict[str, str] = {}
+    machine_of: dict[str, str] = {}
     for process, facts in enumerate(all_facts):
-        if first.setdefault(facts["host"], facts["boot"]) != facts["boot"]:
+        if machine_of.setdefault(facts["host"], facts["boot"]) != facts["boot"]:
             facts["host"] += f" (of process {process})"
     return all_facts
 
 
-# The GPUs of this host as NVML and the kernel tell of them. Where NVML cannot be had, there is nothing.
+# Facts about this host's GPUs from NVML and the kernel; empty if NVML is not available.
 
 
 def gpu_facts(nvml: Any = None) -> dict[str, Any]:
     """Reads the GPUs before this process computes on them; `nvml` is the module of the bindings.
 
-    Returns `gpus`, those that this process can see, with their memory's uncorrected errors since the driver was loaded
-    and why the hardware keeps their clocks down, where what a GPU does not support counts as 0; `strangers`, processes
-    of others that compute on these (`pid name`); `links`, how many NVLinks of each GPU of the host are active, for GPUs
-    that have any.
+    Returns `gpus`, the GPUs that this process can see, with the uncorrected errors of their memory since the driver was
+    loaded and the reasons for which the hardware throttles their clocks (properties that a GPU does not support are 0);
+    `strangers`, other programs that compute on these GPUs (`pid name`); `links`, the number of active NVLinks of each
+    GPU of the host that has any.
     """
     try:
         reader = GpuReader(None, nvml, _REASONS)
@@ -141,23 +144,23 @@ def gpu_facts(nvml: Any = None) -> dict[str, Any]:
 
 
 def _xids() -> list[str]:
-    """Errors of GPUs that the driver has reported to the kernel's log since it was started, where we may read it."""
+    """Returns the GPU errors in the kernel's log since the driver was started; empty if the log cannot be read."""
     try:
-        done = subprocess.run(["dmesg"], capture_output=True, text=True, errors="replace", timeout=_DMESG_SECONDS)
+        dmesg = subprocess.run(["dmesg"], capture_output=True, text=True, errors="replace", timeout=_DMESG_SECONDS)
     except (OSError, subprocess.TimeoutExpired):
         return []
-    return parse_xids(done.stdout) if done.returncode == 0 else []
+    return parse_xids(dmesg.stdout) if dmesg.returncode == 0 else []
 
 
 def parse_xids(text: str) -> list[str]:
-    """The last Xid of each kind that points at hardware, by GPU: `0000:3b:00: Xid 79`."""
-    found = re.findall(r"NVRM: Xid \(PCI:([0-9a-f:.]+)\): (\d+)", text)
-    return sorted({f"{gpu}: Xid {number}" for gpu, number in found if int(number) in _XIDS_OF_HARDWARE})
+    """Returns each kind of Xid that points at hardware once per GPU, sorted: `0000:3b:00: Xid 79`."""
+    errors = re.findall(r"NVRM: Xid \(PCI:([0-9a-f:.]+)\): (\d+)", text)
+    return sorted({f"{gpu}: Xid {number}" for gpu, number in errors if int(number) in _XIDS_OF_HARDWARE})
 
 
 def _ours(pid: int) -> bool:
-    """Whether it is another process of this preflight."""
+    """Returns True if a process belongs to this preflight."""
     try:
         return b"jaxmnt.preflight" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:  # of another container, or gone
+    except OSError:  # in another container, or ended
         return False

@@ -1,4 +1,4 @@
-"""Network cards and InfiniBand or RoCE ports of this host, as the kernel shows them under /sys."""
+"""Reads the network cards and the InfiniBand or RoCE ports of this host from /sys."""
 
 import socket
 import struct
@@ -12,7 +12,7 @@ from jaxmnt.telemetry.kernel_counters import infiniband, infiniband_ports, liste
 _ROUTES = Path("/proc/net/route")
 _ADDRESSES6 = Path("/proc/net/if_inet6")
 _NOT_FOR_RUNS = ("lo", "docker", "virbr", "cni", "flannel", "cali", "kube", "tunl", "dummy", "podman")
-"""How loopback interfaces and those of containers and virtual machines are called."""
+"""Name prefixes of loopback interfaces and of those of containers and virtual machines."""
 
 
 @dataclass(frozen=True)
@@ -21,14 +21,15 @@ class Card:
 
     name: str
     megabits: int
-    """Its speed; 0 if the kernel does not tell."""
+    """Speed in Mbit/s; 0 if the kernel does not tell."""
     address: str
-    """Its IPv4 address, else its IPv6 address; empty if it has none."""
+    """IPv4 address, else IPv6 address; empty if it has none."""
     default: bool = False
-    """Whether the default route goes through it."""
+    """True if the default route uses it."""
 
     @property
     def for_runs(self) -> bool:
+        """True if it may connect hosts: it has an address, and is neither a loopback nor a virtual interface."""
         return bool(self.address) and not self.name.startswith(_NOT_FOR_RUNS)
 
 
@@ -45,44 +46,47 @@ class Port:
 
 
 def cards(root: Path = Path("/sys")) -> list[Card]:
-    """All interfaces that are up, in the kernel's order, in which NCCL looks at them."""
+    """Returns all interfaces that are up, in the kernel's order, in which NCCL examines them."""
     routes = [line.split() for line in kernel_text(_ROUTES).splitlines()[1:]]
-    default = {route[0] for route in routes if route[1:2] == ["00000000"]}
-    found = []
+    default_interfaces = {route[0] for route in routes if route[1:2] == ["00000000"]}
+    active = []
     for path in sorted(listed(root / "class" / "net"), key=lambda path: kernel_number(path / "ifindex") or 0):
         if kernel_text(path / "operstate") in ("up", "unknown"):
             megabits = kernel_number(path / "speed") or 0
-            found.append(Card(path.name, megabits, _address(path.name), path.name in default))
-    return found
+            active.append(Card(path.name, megabits, _address(path.name), path.name in default_interfaces))
+    return active
 
 
-def chosen_by_nccl(found: list[Card], wanted: str) -> Card | None:
-    """The interface that NCCL takes for its sockets, by NCCL_SOCKET_IFNAME or by itself.
+def chosen_by_nccl(cards: list[Card], ifname: str) -> Card | None:
+    """Returns the interface that NCCL uses for its sockets; `ifname` is NCCL_SOCKET_IFNAME, empty if not set.
 
     The rules are those of NCCL's manual:
     https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html#nccl-socket-ifname
     """
-    candidates = [card for card in found if card.address]
-    if wanted:
-        exclude, exact = wanted.startswith("^"), wanted.lstrip("^").startswith("=")
-        names = wanted.lstrip("^=").split(",")
+    candidates = [card for card in cards if card.address]
+    if ifname:
+        exclude = ifname.startswith("^")
+        exact = ifname.lstrip("^").startswith("=")
+        names = ifname.lstrip("^=").split(",")
         matches = lambda card: card.name in names if exact else card.name.startswith(tuple(names))
         return next((card for card in candidates if matches(card) != exclude), None)
+    # Without it NCCL prefers InfiniBand, then others, then docker, and takes loopback last.
     ranks = {"ib": 0, "docker": 2, "lo": 3}
     rank_of = lambda card: next((rank for prefix, rank in ranks.items() if card.name.startswith(prefix)), 1)
     return min(candidates, key=rank_of, default=None)
 
 
 def fabric_ports(root: Path = Path("/sys")) -> list[Port]:
-    """All ports of adapters that there are, by name."""
-    found, counted = [], infiniband(root).errors
+    """Returns all ports of InfiniBand or RoCE adapters."""
+    ports = []
+    counters = infiniband(root).errors
     for name, path in infiniband_ports(root).items():
         rate = kernel_text(path / "rate").split(" ")[0]
         gigabits = float(rate) if rate.replace(".", "", 1).isdecimal() else 0.0
         state = kernel_text(path / "state").partition(": ")[2]
-        errors = {counter: errors for counter, errors in counted.get(name, {}).items() if errors}
-        found.append(Port(name, state, gigabits, kernel_text(path / "link_layer"), errors))
-    return found
+        errors = {counter: count for counter, count in counters.get(name, {}).items() if count}
+        ports.append(Port(name, state, gigabits, kernel_text(path / "link_layer"), errors))
+    return ports
 
 
 def _address(interface: str) -> str:
@@ -92,13 +96,13 @@ def _address(interface: str) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             answer = fcntl.ioctl(probe, ask_address, struct.pack("256s", interface.encode()[:15]))
-        except OSError:  # it has none
+        except OSError:  # it has no IPv4 address
             return _address6(interface)
     return socket.inet_ntoa(answer[20:24])
 
 
 def _address6(interface: str) -> str:
-    """The first IPv6 address that other networks can reach."""
+    """Returns the first IPv6 address of global scope; empty if there is none."""
     for line in kernel_text(_ADDRESSES6).splitlines():
         fields = line.split()
         if fields[-1] == interface and fields[3] == "00":  # global scope
@@ -106,29 +110,29 @@ def _address6(interface: str) -> str:
     return ""
 
 
-# What a host's facts, which were sent as JSON, say of its network.
+# Reads a host's network from its facts, which were sent as JSON.
 
 
 def cards_of(facts: dict[str, Any]) -> list[Card]:
-    """The interfaces of a host that are up."""
+    """Returns the interfaces of a host that are up."""
     return [Card(**card) for card in facts["nics"]]
 
 
-def chosen_card(facts: dict[str, Any]) -> tuple[str, Card | None]:
-    """The host's NCCL_SOCKET_IFNAME, and the interface that NCCL takes there."""
-    wanted = facts["nccl"].get("NCCL_SOCKET_IFNAME", "")
-    return wanted, chosen_by_nccl(cards_of(facts), wanted)
+def nccl_card(facts: dict[str, Any]) -> tuple[str, Card | None]:
+    """Returns the host's NCCL_SOCKET_IFNAME, and the interface that NCCL uses there."""
+    ifname = facts["nccl"].get("NCCL_SOCKET_IFNAME", "")
+    return ifname, chosen_by_nccl(cards_of(facts), ifname)
 
 
 def active_ports(facts: dict[str, Any]) -> list[dict[str, Any]]:
-    """The ports of the host's adapters that are in use."""
+    """Returns the active ports of the host's adapters."""
     return [port for port in facts["fabric"] if port["state"] == "ACTIVE"]
 
 
 def megabits(facts: dict[str, Any]) -> int:
-    """The speed of the network card that NCCL would use for a GPU of this host; 0 if it is not known."""
+    """Returns the speed, in Mbit/s, of the card that NCCL would use for a GPU of this host; 0 if it is not known."""
     ports = active_ports(facts)
     if ports and facts["platform"] == "gpu":
         return int(1000 * max(port["gigabits"] for port in ports))
-    _, card = chosen_card(facts)
+    _, card = nccl_card(facts)
     return card.megabits if card else 0

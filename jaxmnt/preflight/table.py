@@ -1,4 +1,4 @@
-"""What a preflight found: one row a check, as a table or as JSON."""
+"""Presents the results of a preflight, one row per check, as a table or as JSON."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -17,30 +17,30 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True)
 class Row:
-    """One check."""
+    """The result of one check."""
 
     check: str
     verdict: Verdict
     where: str
-    """The host at fault, or whom it is about."""
+    """The host at fault, or the hosts or devices that were checked."""
     found: str
     advice: str = ""
-    """What to do; empty if nothing is."""
+    """The remedy; empty if there is nothing to do."""
 
     def __str__(self) -> str:
         return f"{self.check}: {self.where}: {self.found}" + (f"; {self.advice}" if self.advice else "")
 
 
-def good(check: str, where: str, found: str) -> Row:
-    return Row(check, Verdict.OK, where, found)
+def good(check: str, where: str, finding: str) -> Row:
+    return Row(check, Verdict.OK, where, finding)
 
 
-def warning(check: str, where: str, found: str, advice: str) -> Row:
-    return Row(check, Verdict.WARNING, where, found, advice)
+def warning(check: str, where: str, finding: str, advice: str) -> Row:
+    return Row(check, Verdict.WARNING, where, finding, advice)
 
 
-def failed(check: str, where: str, found: str, advice: str) -> Row:
-    return Row(check, Verdict.FAILED, where, found, advice)
+def failed(check: str, where: str, finding: str, advice: str) -> Row:
+    return Row(check, Verdict.FAILED, where, finding, advice)
 
 
 def failures(rows: Sequence[Row]) -> list[Row]:
@@ -48,13 +48,13 @@ def failures(rows: Sequence[Row]) -> list[Row]:
 
 
 def describe_hosts(hosts: Iterable[str]) -> str:
-    """Returns how a row names these hosts, each of which may be there several times."""
+    """Returns the text by which a row names these hosts, which may contain duplicates."""
     names = [*dict.fromkeys(hosts)]
     return names[0] if len(names) == 1 else f"all {len(names)} hosts"
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Aligned, one line a check; what to do stands below the line that it is about."""
+    """Returns an aligned table with one line per check, and the advice below the line of its check."""
     head = ("check", "verdict", "where", "found")
     aligned = progress.table([head, *((row.check, row.verdict, row.where, row.found) for row in rows)], right=set())
     lines, indent = aligned[:1], " " * aligned[0].index("found")
@@ -68,4 +68,4 @@ def to_json(rows: Sequence[Row]) -> str:
 
 
 def from_json(text: str) -> list[Row]:
-    return [Row(**one | {"verdict": Verdict(one["verdict"])}) for one in json.loads(text)]
+    return [Row(**record | {"verdict": Verdict(record["verdict"])}) for record in json.loads(text)]
