@@ -353,7 +353,7 @@ def test_what_is_no_key_is_said_with_its_place(tmp_path, monkeypatch, what):
         ("n0:9", ["10.0.0.7", "10.1.0.7"], ["10.1.0.7"], "10.1.0.7", ""),
         ("n0:9", ["127.0.1.1"], ["127.0.1.1"], "", "port 9 of all interfaces: n0 is 127.0.1.1 here"),
         ("n0:9", ["10.0.0.7", "fd00::7"], ["10.0.0.7", "fd00::7"], "", "n0 is 10.0.0.7, fd00::7 here"),
-        ("n0:9", None, [], "", "n0 is not known here"),
+        ("n0:9", None, [], "", "cannot resolve n0 here"),
     ],
 )
 def test_process_0_listens_where_the_others_look_for_it(monkeypatch, coordinator, known, ours, where, note):

@@ -329,8 +329,8 @@ def test_another_software_is_a_matter_of_the_host(address):
 
 
 def test_who_is_still_to_come_is_said_while_waiting(address, monkeypatch, capfd):
-    monkeypatch.setattr(rendezvous_server, "_FIRST_NEWS_SECONDS", 0.2)
-    monkeypatch.setattr(rendezvous_server, "_NEWS_SECONDS", 0.2)
+    monkeypatch.setattr(rendezvous_server, "_FIRST_NOTE_SECONDS", 0.2)
+    monkeypatch.setattr(rendezvous_server, "_NOTE_INTERVAL_SECONDS", 0.2)
     roll(address, [0, 2], processes=4, timeout=1.0)
     assert "jaxmnt: processes 1, 3 of 4 not connected yet (connected: 0 on" in capfd.readouterr().err
 

@@ -78,12 +78,16 @@ def listening_address(identity: Identity) -> tuple[str, str]:
     try:
         addresses = resolve(host)
     except OSError as error:
-        return "", f"process 0 listens on port {port} of all interfaces: {host} is not known here ({error.strerror})"
+        return "", f"process 0 listens on port {port} of all interfaces: cannot resolve {host} here ({error.strerror})"
     local_addresses = [address for address in addresses if _is_ours(address)]
     if len(local_addresses) == 1 and not all_loopback(local_addresses):
         return local_addresses[0], ""
-    shown = ", ".join(addresses)
-    return "", f"process 0 listens on port {port} of all interfaces: {host} is {shown} here, which is not one address"
+    # Other hosts may know this one by another address than it does itself.
+    text = ", ".join(addresses)
+    note = (
+        f"process 0 listens on port {port} of all interfaces: {host} is {text} here, not one non-loopback address of it"
+    )
+    return "", note
 
 
 def _is_ours(address: str) -> bool:

@@ -114,7 +114,7 @@ def _restrict_to_owner(path: Path, mode: int) -> None:
             path.chmod(0o600)
             mode = path.stat().st_mode
     if mode & 0o077:
-        remark(f"note: others may read the run's key, {path}: chmod 600 it")
+        remark(f"note: other users can read the run's key: run chmod 600 {path}")
 
 
 # Process 0's side.
@@ -165,7 +165,7 @@ def prove(connection: socket.socket, key: bytes, seconds: float) -> None:
     try:
         greeting_line = _receive_exactly(connection, GREETING_BYTES, deadline)
     except TimeoutError as error:
-        raise StrangerError("something else answers on that port, and waits to be asked") from error
+        raise StrangerError("something else answers on that port, and sends no greeting") from error
     if not re.fullmatch(re.escape(_PREFIX) + rb"[0-9a-f]{64}\n", greeting_line):
         raise StrangerError("something else answers on that port")
     server_nonce = bytes.fromhex(greeting_line[len(_PREFIX) : -1].decode())
@@ -190,6 +190,7 @@ def _receive_exactly(connection: socket.socket, count: int, deadline: float) -> 
         if not chunk:
             raise ConnectionResetError("it closed the connection without an answer")
         received += chunk
+        # A peer that sends single bytes would otherwise never hit the timeout of the socket.
         if time.monotonic() > deadline:
             raise TimeoutError("it is too slow")
     return received

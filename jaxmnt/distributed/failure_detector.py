@@ -138,7 +138,7 @@ class FailureDetector:
         return self._end(ExitReason("hang", f"{self._inquiry}. {description}", ExitCode.PEER, suspect, host))
 
     def _give_up(self, process: int, why: str) -> list[Act]:
-        # If only the messages of process 0 do not arrive here, it can still tell the others which process gave up.
+        # Process 0 may be alive while only its messages do not arrive here: then it tells the others who gave up.
         acts: list[Act] = [GaveUp(why)] if process == 0 else []
         return acts + self._end(self._lost(process, why))
 

@@ -144,7 +144,7 @@ class _Client:
 
     def connect(self, deadline: float, timeout: float) -> Peer:
         """Waits for the outcome, and returns process 0. Raises the errors of `join`."""
-        reason, stranger = "no connection was tried", False
+        reason, stranger = "no connection was attempted", False
         while time.monotonic() < deadline:
             if (stop_reason := self._stop_reason()) is not None:
                 raise stopped_error(stop_reason, self._identity)
@@ -160,7 +160,7 @@ class _Client:
             except authentication.StrangerError as error:
                 stranger, reason = True, str(error)
             except (ValueError, KeyError, TypeError):
-                reason = "it gave no answer of this version"
+                reason = "its answer is from another version of jaxmnt"
             time.sleep(pause)
         if self._refused_since is not None:
             raise addresses.refused_error(self._identity)

@@ -27,7 +27,7 @@ from jaxmnt.errors import (
 LONGEST_TROUBLE = 1000
 LOOK_SECONDS = 0.2
 """Most seconds until a request to stop is noticed."""
-_FIRST_NEWS_SECONDS, _NEWS_SECONDS = 5.0, 15.0
+_FIRST_NOTE_SECONDS, _NOTE_INTERVAL_SECONDS = 5.0, 15.0
 """Delay and interval of process 0's notes about missing processes."""
 
 _CLOSING_SECONDS = 5.0
@@ -69,7 +69,7 @@ class RendezvousServer:
         """Runs until all processes are present, and returns None, or until an error, which it returns for all."""
         first_error: UserError | None = _trouble_of(self._hello[0])
         deadline = _deadline_after_error(deadline) if first_error else deadline
-        next_note = time.monotonic() + _FIRST_NEWS_SECONDS
+        next_note = time.monotonic() + _FIRST_NOTE_SECONDS
         while len(self._hello) < self._identity.processes:
             if (reason := stop_reason()) is not None:
                 return first_error or stopped_error(reason, self._identity)
@@ -77,7 +77,7 @@ class RendezvousServer:
             if now >= deadline:
                 return first_error or self._incomplete(timeout)
             if now >= next_note and not first_error:
-                next_note = now + _NEWS_SECONDS
+                next_note = now + _NOTE_INTERVAL_SECONDS
                 remark(f"{self._missing('not connected yet')} {self._present()}")
             for connection, message in self._listener.wait(min(deadline - now, LOOK_SECONDS)):
                 if message is not None and connection not in self._listener.authenticated:

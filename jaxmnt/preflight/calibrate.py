@@ -495,7 +495,7 @@ def fit_collective(sent: Sequence[_Sent], step: float = 0.0) -> tuple[float, flo
         del columns["step"]
     scales = np.maximum(seconds, unsure)
     solved: dict[str, float] = {}
-    # Non-negative least squares: drops the most negative term and solves again.
+    # Drops the most negative term and solves again, until none is negative.
     while columns:
         weighted = np.array([*columns.values()]).T / scales[:, None]
         solution = np.linalg.lstsq(weighted, seconds / scales, rcond=None)[0]

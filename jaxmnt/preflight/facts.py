@@ -37,7 +37,7 @@ _REASONS = {
 _XIDS_OF_HARDWARE = {48, 63, 64, 74, 79, 92, 94, 95, 119, 120, 140}
 """Memory, NVLink, the bus, and the GPU's own processor: https://docs.nvidia.com/deploy/xid-errors/"""
 _DMESG_SECONDS = 30.0
-_SHARED = "nvidia-cuda-mps-server"
+_MPS_SERVER = "nvidia-cuda-mps-server"
 """Server through which several processes share a GPU (CUDA MPS)."""
 
 
@@ -137,7 +137,9 @@ def gpu_facts(nvml: Any = None) -> dict[str, Any]:
                 "uncorrected_errors": errors,
                 "throttled": state.throttled,
             })  # fmt: skip
-            strangers |= {f"{pid} {name}" for pid, name in processes if not name.endswith(_SHARED) and not _ours(pid)}
+            strangers |= {
+                f"{pid} {name}" for pid, name in processes if not name.endswith(_MPS_SERVER) and not _ours(pid)
+            }
     links = {f"GPU {number}": active for number, active in enumerate(reader.active_links()) if active}
     reader.close()
     return {"gpus": gpus, "strangers": sorted(strangers), "links": links}
