@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax import Array
 
-from jaxmnt.checkpoint.refs import find, folders_started_in, tokenizer_of
+from jaxmnt.checkpoint.refs import find, start_folders, tokenizer_of
 from jaxmnt.config.load import parse_config
 from jaxmnt.config.schema import Config
 from jaxmnt.data.batches import RowSource, TrainingData
@@ -157,6 +157,6 @@ def load_run(
         raise ConfigError(f"mesh: it needs {needed} devices, and there are {len(available)}; make it smaller")
     chosen = available if -1 in sizes.sizes().values() else available[:needed]
     spec, state = restored(checkpoint, config, tokenizer.vocab_size, sizes, chosen)
-    folder = next(iter(folders_started_in(text, checkpoint, config)), Path.cwd())
+    folder = next(iter(start_folders(text, checkpoint, config)), Path.cwd())
     branches = branch_points(checkpoint.manifest.lineage)
     return Run(config, checkpoint.step, state, spec, tokenizer, folder, branches)

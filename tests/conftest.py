@@ -48,9 +48,9 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.05")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
-from jaxmnt.run.compile_cache import keep_programs_of_one_cpu_alone  # imports JAX, which reads the variables
+from jaxmnt.run.compile_cache import cache_single_cpu_programs_only  # imports JAX, which reads the variables
 
-keep_programs_of_one_cpu_alone()
+cache_single_cpu_programs_only()
 
 # A collection of garbage walks all that JAX keeps of the programs before.
 gc.set_threshold(100_000, 20, 20)

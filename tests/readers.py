@@ -262,9 +262,9 @@ def _is_rewound(found: Any, undamaged: Any) -> str | None:
 
 
 def _replayed(folder: Path) -> Any:
-    from jaxmnt.run.replay import _steps_of
+    from jaxmnt.run.replay import _recorded_steps
 
-    return _steps_of(SimpleNamespace(directory=folder / "run", identity=Identity()), 0, 12)
+    return _recorded_steps(SimpleNamespace(directory=folder / "run", identity=Identity()), 0, 12)
 
 
 def _are_steps(found: Any, undamaged: Any) -> str | None:
@@ -275,10 +275,10 @@ def _are_steps(found: Any, undamaged: Any) -> str | None:
 
 
 def _evaluated(folder: Path) -> Any:
-    from jaxmnt.run.loop import was_not_evaluated
+    from jaxmnt.run.loop import evaluation_is_missing
 
     start, directory = SimpleNamespace(kind="own", step=10), folder / "run"
-    return was_not_evaluated(SimpleNamespace(start=start, directory=directory, identity=Identity()))
+    return evaluation_is_missing(SimpleNamespace(start=start, directory=directory, identity=Identity()))
 
 
 def _inside(*arguments: str) -> Callable[[Path], Any]:

@@ -17,8 +17,8 @@ PARTS = {
     "compile": ("jaxmnt.run.compiling", "compile_program"),
     "restore": ("jaxmnt.run.starting_state", "restore"),
     "evaluate": ("jaxmnt.run.evaluate", "to_devices"),
-    "save": ("jaxmnt.checkpoint.saver", "_written"),
-    "step": ("jaxmnt.run.loop", "_due"),
+    "save": ("jaxmnt.checkpoint.saver", "_wait_until_written"),
+    "step": ("jaxmnt.run.loop", "_is_due"),
 }
 
 

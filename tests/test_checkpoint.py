@@ -376,7 +376,7 @@ def test_what_is_not_whole_has_a_reason(saved, tmp_path):
     (root / "4").mkdir()
     assert commit.why_not_valid(root / "4") == "it has no commit marker commit_success.txt"
     assert [found.step for found in commit.valid_checkpoints(root)] == [2]
-    cut_off, damaged = commit.clear_up(root, "run")
+    cut_off, damaged = commit.clean_up(root, "run")
     assert (
         not cut_off
         and len(damaged) == 2
@@ -472,7 +472,7 @@ def test_programs_are_kept_in_the_run_or_in_the_users_cache(tmp_path, monkeypatc
     updates = {}
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(compile_cache.jax, "default_backend", lambda: backend)
-    monkeypatch.setattr(compile_cache, "_told_to_jax", lambda: told and str(tmp_path))
+    monkeypatch.setattr(compile_cache, "_jax_cache_folder", lambda: told and str(tmp_path))
     monkeypatch.setattr(compile_cache.jax.config, "update", updates.__setitem__)
     compile_cache.use_compile_cache(None, tmp_path)
     found = [str(path) for path in tmp_path.glob(folder)] if folder else []
@@ -722,7 +722,7 @@ def test_what_was_cut_off_is_removed_and_what_was_lost_is_kept(tiny, finished):
         (root / str(step) / manifest.MANIFEST_FILE).unlink()
     (root / "15.unfinished").write_text("being written\n")
     (root / "12.unfinished").write_text("being removed\n")
-    cut_off, damaged = commit.clear_up(root, None)
+    cut_off, damaged = commit.clean_up(root, None)
     assert cut_off == [f"removed {root / '15'}, which was cut off while it was being written"]
     assert ["it has no commit marker" in line and "kept as" in line for line in damaged] == [True, True]
     assert sorted(path.name for path in root.iterdir()) == ["10.damaged", "20.damaged"]

@@ -131,12 +131,13 @@ def test_what_cannot_be_removed_neither_stops_a_save_nor_a_start(root, monkeypat
     with pytest.raises(OSError, match="busy"):
         commit.prune(commit.valid_checkpoints(root), {15})
     assert [step for step, _ in commit.step_directories(root)] == [5, 15]
-    removed, left = commit.remove_cut_off(root, keep_notes=True)
+    removed, left = commit.remove_unfinished(root, keep_notes=True)
     assert not removed and "busy" in left[0]
-    told, damaged = commit.clear_up(root, "run")
-    assert not damaged and "cannot be removed: Device or resource busy" in told[0]
+    told, damaged = commit.clean_up(root, "run")
+    assert not damaged and told[0].startswith("cannot remove ")
+    assert "interrupted save or removal: Device or resource busy" in told[0]
     monkeypatch.undo()
-    assert "removed" in commit.clear_up(root, "run")[0][0] and not (root / "5").exists()
+    assert "removed" in commit.clean_up(root, "run")[0][0] and not (root / "5").exists()
 
 
 def test_a_damaged_link_is_renamed_itself(root):
@@ -146,7 +147,7 @@ def test_a_damaged_link_is_renamed_itself(root):
     (root / "5.unfinished").write_text("being removed\n")
     (archived(root, 5) / manifest.MANIFEST_FILE).unlink()
     before = snapshot(root.parents[1] / "archive")
-    _, damaged = commit.clear_up(root, "run")
+    _, damaged = commit.clean_up(root, "run")
     assert snapshot(root.parents[1] / "archive") == before
     assert len(damaged) == 2 and {path.name: str(path.readlink()) for path in root.iterdir() if path.is_symlink()} == {
         "5.damaged": str(there.with_name("5")), "10.damaged": "nowhere", "10.damaged.2": str(there)
@@ -187,7 +188,7 @@ def test_a_server_of_files_that_fails_is_no_damage(whole_run, tmp_path):
     for code, kind in ((errno.ESTALE, UserError), (errno.EIO, UserError), (errno.ENOTCONN, UserError),
                        (errno.ELOOP, DamagedError)):  # fmt: skip
         told = ValueError(f"UNKNOWN: Error reading: {os.strerror(code)} [spec='{{}}'] [os_error_code='{code}']")
-        assert type(arrays._explained("params/w", told)) is kind
+        assert type(arrays._explain_error("params/w", told)) is kind
     run = tmp_path / "run"
     shutil.copytree(whole_run.run.dir, run)
     checkpoint = open_checkpoint(run / "checkpoints" / "20")
@@ -229,7 +230,7 @@ def test_loops_of_links_inside_a_checkpoint(root, loop, capsys):
         code, said = ran(capsys, *arguments)
         assert code in (0, 1, 2) and "Traceback" not in said and len(said.splitlines()) < 9
     (step / "15.unfinished").write_text("")
-    _, damaged = commit.clear_up(root, "run")
+    _, damaged = commit.clean_up(root, "run")
     assert len(damaged) == (0 if harmless else 1)
     commit.prune(commit.valid_checkpoints(root), {10})
     assert [path.name for path in sorted(root.iterdir())] == (["10"] if harmless else ["10", "15.damaged"])
@@ -245,7 +246,7 @@ def test_only_ascii_digits_are_steps(root, tiny, capsys):
     (root / "20").write_text("a file")
     before = snapshot(root)
     assert [step for step, _ in commit.step_directories(root)] == [5, 10, 15]
-    assert commit.clear_up(root, "run") == ([], []) and snapshot(root) == before
+    assert commit.clean_up(root, "run") == ([], []) and snapshot(root) == before
     inject.damage_newest(root.parent)
     changed = {name for name, held in snapshot(root).items() if before[name] != held}
     assert changed == {f"15/{manifest.MANIFEST_FILE}"}, "its largest file"
@@ -282,7 +283,7 @@ def test_marks_that_name_no_step_remove_nothing(root, mark):
     (root / mark).write_text("being removed\n")
     before = snapshot(root.parent)
     for keep_notes in (True, False):
-        commit.remove_cut_off(root, keep_notes=keep_notes)
+        commit.remove_unfinished(root, keep_notes=keep_notes)
         assert snapshot(root.parent) == before
 
 
@@ -292,7 +293,7 @@ def test_what_orbax_has_left_is_a_folder_named_by_a_step(root):
     (root / "6.orbax-checkpoint-tmp-1").symlink_to("archive")
     before = snapshot(root.parent)
     (root / "7.orbax-checkpoint-tmp-1").mkdir()
-    assert len(commit.remove_cut_off(root)[0]) == 1 and snapshot(root.parent) == before
+    assert len(commit.remove_unfinished(root)[0]) == 1 and snapshot(root.parent) == before
 
 
 # -- forged manifests
@@ -364,7 +365,7 @@ def test_forged_manifests_are_told_in_a_line(root, forgery, capsys, tmp_path):
         assert "Traceback" not in said and "its jaxmnt.json is damaged" in said, said
         assert all(line.isprintable() for line in said.splitlines()) and len(said.splitlines()) < 9
         assert code == {"list": 0, "verify": 1}.get(arguments[0], 2)
-    assert [path.name for path in commit.clear_up(root, "run") and sorted(root.iterdir())] == ["10", "15.damaged", "5"]
+    assert [path.name for path in commit.clean_up(root, "run") and sorted(root.iterdir())] == ["10", "15.damaged", "5"]
 
 
 @pytest.mark.parametrize("raw", [b"[" * 100_000, b'{"a":' * 100_000, b"\xff\xfe", b"", b"3", b"null", b"\0" * 4096])
@@ -408,7 +409,7 @@ def test_a_format_of_the_future_is_still_left_alone(root):
     forge(root / "15", _set("format", value=4))
     before = snapshot(root)
     with pytest.raises(OtherFormatError):
-        commit.clear_up(root, "run")
+        commit.clean_up(root, "run")
     assert snapshot(root) == before
 
 

@@ -125,7 +125,7 @@ def test_before_the_first_step_a_wish_ends_the_process_and_after_it_it_waits(tmp
         until(lambda: ended)
     assert ended == ["SIGTERM"]
     with StopRequest(tmp_path, lambda why: None, early=ended.append) as request:
-        request.steps_begin()
+        request.begin_steps()
         os.kill(os.getpid(), signal.SIGTERM)
         until(lambda: request.wanted)
         time.sleep(0.1)
@@ -146,7 +146,7 @@ def test_a_stop_file_that_cannot_be_removed_is_told(tmp_path, monkeypatch, capsy
     (tmp_path / "STOP").mkdir()
     with StopRequest(tmp_path, lambda why: None) as request:
         until(lambda: request.wanted)
-        request.obeyed()
+        request.mark_done()
     assert "STOP cannot be removed: Is a directory; the next start will stop at once" in capsys.readouterr().err
 
 
@@ -172,7 +172,7 @@ def test_no_step_begins_in_a_process_that_is_leaving(tmp_path):
     with StopRequest(tmp_path, lambda why: None, early=early) as request:
         os.kill(os.getpid(), signal.SIGTERM)
         assert leaving.wait(5)
-        request.steps_begin()
+        request.begin_steps()
         assert left.is_set()
 
 

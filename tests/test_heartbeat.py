@@ -254,7 +254,7 @@ def test_each_phase_has_its_own_limit(watchdog):
     made, heartbeat, pass_seconds = watchdog(step_seconds=10.0, factor=10.0, first_step_seconds=100.0)
     with made.during("compiling", None):
         pass_seconds(500)
-    made.steps_begin(1)
+    made.begin_steps(1)
     pass_seconds(100)
     for _ in range(3):
         made.finished_step(4.0)
@@ -272,7 +272,7 @@ def test_a_phase_that_gets_further_is_alive_and_one_that_does_not_is_named(watch
     with made.during("evaluating", 20.0):
         for _ in range(6):
             pass_seconds(20)
-            made.got_further()
+            made.note_progress()
         assert not heartbeat.said
         pass_seconds(21)
     assert heartbeat.said[0].startswith("no progress for 20 s while evaluating")
@@ -300,7 +300,7 @@ def test_the_main_thread_is_among_the_stacks_of_many(watchdog, tmp_path):
 
 def test_the_watchdog_can_be_turned_off(watchdog):
     made, heartbeat, pass_seconds = watchdog(step_seconds=None, first_step_seconds=None)
-    made.steps_begin(1)
+    made.begin_steps(1)
     pass_seconds(100)
     made.finished_step(1.0)
     pass_seconds(500)

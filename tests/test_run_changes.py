@@ -23,7 +23,7 @@ from jaxmnt.data.sources import fit_to_data, open_sources
 from jaxmnt.distributed.identity import Identity
 from jaxmnt.errors import ConfigError, ExitCode
 from jaxmnt.run import fresh, whole
-from jaxmnt.run.changes import rate_change, refuse_changes, steps_make_jump, to_be_accepted, with_choices_of
+from jaxmnt.run.changes import inherit_choices, rate_change, refuse_changes, steps_make_jump, unaccepted_changes
 from jaxmnt.run.lock import RunLock
 from jaxmnt.run.resume import ResumeFlags, ResumePoint, resume_point
 from jaxmnt.run.rundir import plain_config, read_config, run_directories, write_config
@@ -221,10 +221,10 @@ def test_a_new_run_notes_the_zero_stage_that_was_chosen(whole_run):
 
 def test_auto_is_what_a_run_has():
     before, now = parse_config({"mesh": {"zero": 1}}), parse_config({})
-    assert changes(before, now) == [] and with_choices_of(now, before).mesh.zero == 1
+    assert changes(before, now) == [] and inherit_choices(now, before).mesh.zero == 1
     explicit = parse_config({"mesh": {"zero": 2}})
     assert [change.key for change in changes(before, explicit)] == ["mesh.zero"]
-    assert with_choices_of(explicit, before).mesh.zero == explicit.mesh.zero
+    assert inherit_choices(explicit, before).mesh.zero == explicit.mesh.zero
 
 
 def test_weights_of_rows_that_were_read_are_no_plan():
@@ -238,7 +238,7 @@ def test_weights_of_rows_that_were_read_are_no_plan():
     def refused(before, now, accepted=None):
         one, other = config(*before), config(*now)
         checkpoint = Committed(Path("5"), Manifest("run", 5, {}, plain_config(one), 0, {}, None, []))
-        asked = to_be_accepted(other, checkpoint, changes(one, other), accepted or {})
+        asked = unaccepted_changes(other, checkpoint, changes(one, other), accepted or {})
         return [change.key for change in asked]
 
     assert not refused([], [(5, 2.0)]) and not refused([(3, 1.0)], [(3, 1.0), (5, 2.0)]) and not refused([(7, 1.0)], [])
@@ -389,15 +389,17 @@ def test_a_job_starts_over_once(going_on, monkeypatch):
         and "--fresh was done at an earlier start of this job, which goes on now" in again.remarks
     )
     assert "a" * 64 not in (Path(config.run.dir) / "run.json").read_text(), "the key is a secret"
-    known = RunFile(run="r", lineage=[], begun_by=fresh.marks(os.environ))
-    assert fresh.done_before(known, {"JAXMNT_RUN_KEY": "a" * 64})
-    assert fresh.done_before(known, {"JAXMNT_RUN_KEY": "b" * 64, "SLURM_JOB_ID": "77", "SLURM_RESTART_COUNT": "1"})
+    known = RunFile(run="r", lineage=[], begun_by=fresh.job_identifiers(os.environ))
+    assert fresh.begun_by_this_job(known, {"JAXMNT_RUN_KEY": "a" * 64})
+    assert fresh.begun_by_this_job(
+        known, {"JAXMNT_RUN_KEY": "b" * 64, "SLURM_JOB_ID": "77", "SLURM_RESTART_COUNT": "1"}
+    )
     for other in (
         {},
         {"JAXMNT_RUN_KEY": "b" * 64, "SLURM_JOB_ID": "77"},
         {"SLURM_JOB_ID": "78", "SLURM_RESTART_COUNT": "2"},
     ):
-        assert not fresh.done_before(known, other)
+        assert not fresh.begun_by_this_job(known, other)
     monkeypatch.setenv("JAXMNT_RUN_KEY", "b" * 64)
     assert opened(config, fresh=True).run != first.run, "another job"
 
@@ -450,7 +452,7 @@ def test_the_part_that_is_evaluated_follows_from_the_config_and_stays():
     assert of(eval_every=350, eval_tokens=70).eval_limit == 70 and of(eval_tokens=None, eval_every=9).eval_limit is None
     begun = of(eval_every=350, eval_tokens=of(eval_every=350).eval_limit)
     later = of(eval_every=10)
-    assert with_choices_of(later, begun).eval_limit == begun.eval_limit
+    assert inherit_choices(later, begun).eval_limit == begun.eval_limit
     assert "train.eval_tokens" not in {change.key for change in changes(begun, later)}
     earlier_version = of(eval_every=350)
-    assert with_choices_of(later, earlier_version).eval_limit is None
+    assert inherit_choices(later, earlier_version).eval_limit is None

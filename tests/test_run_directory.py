@@ -67,19 +67,19 @@ def directories(draw) -> RunDirectory:
     """As `read_directory` may find one: what it looks for only without a checkpoint is there only then."""
     root = Path("/r/checkpoints")
     known = draw(st.sampled_from([None, RunFile(run=OURS, lineage=[]), RunFile(run=OURS, lineage=[PARENT])]))
-    checkpoint = of_others = earlier = None
+    checkpoint = foreign_checkpoint = earlier = None
     if draw(st.booleans()):
         step = draw(STEPS)
         checkpoint = Committed(root / str(step), manifest_of(OURS, step, draw(st.sampled_from([[], [PARENT]]))))
     elif known is not None and draw(st.booleans()):
-        of_others = Committed(root / "7", manifest_of(OTHERS, 7))
+        foreign_checkpoint = Committed(root / "7", manifest_of(OTHERS, 7))
     if known is not None and draw(st.booleans()):
         step = draw(STEPS)
         earlier = Committed(Path(f"/before/checkpoints/{step}"), manifest_of(OURS, step))
     away = sorted((step, root / str(step)) for step in draw(st.sets(STEPS, max_size=3)))
     lacks = checkpoint is None
     return RunDirectory(
-        Path("/r"), root, known, checkpoint, of_others, earlier, away,
+        Path("/r"), root, known, checkpoint, foreign_checkpoint, earlier, away,
         damaged=lacks and draw(st.booleans()),
         committed=draw(st.sampled_from([0, 20])) if lacks and known is not None else 0,
         accepted={} if lacks else draw(st.sampled_from([{}, {"optimizer.beta2": 0.5}, {"optimizer.beta2": 0.4}])),
@@ -95,16 +95,24 @@ def test_a_run_goes_on_from_its_newest_checkpoint_or_begins_where_nothing_is_los
         decision = decide(found, config, DIGESTS, ResumeFlags(accept_changes=accept))
     except UserError as error:
         touched, refused = False, error
-    assert touched or found.of_others or (found.earlier and found.earlier.step > newest) or found.out_of_reach
-    if found.of_others is not None:
+    assert (
+        touched
+        or found.foreign_checkpoint
+        or (found.checkpoint_elsewhere and found.checkpoint_elsewhere.step > newest)
+        or found.unreachable
+    )
+    if found.foreign_checkpoint is not None:
         assert refused.exit_code == ExitCode.CONFIG and f"belongs to run {OTHERS}; nothing was moved" in str(refused)
         assert f"says that this is run {OURS}" in str(refused)
-    elif found.earlier is not None and found.earlier.step > newest:
+    elif found.checkpoint_elsewhere is not None and found.checkpoint_elsewhere.step > newest:
         assert refused.exit_code == ExitCode.CONFIG
-        assert f"/before has the checkpoint of step {found.earlier.step} of /r, and the newest in /r is" in str(refused)
-    elif found.out_of_reach and found.out_of_reach[-1][0] > newest:
+        assert (
+            f"/before has the checkpoint of step {found.checkpoint_elsewhere.step} of /r, and the newest in /r is"
+            in str(refused)
+        )
+    elif found.unreachable and found.unreachable[-1][0] > newest:
         assert refused.exit_code == ExitCode.FAILURE, "it may come back"
-        assert f"checkpoint {found.out_of_reach[-1][1]} is a broken link" in str(refused)
+        assert f"checkpoint {found.unreachable[-1][1]} is a broken link" in str(refused)
     elif found.checkpoint is None:
         assert decision.resume is None and decision.only_damaged == found.damaged
         lost = found.committed and not found.damaged
@@ -129,7 +137,7 @@ def goes_on_as_decided(found, config, change, accept, decision):
     start = decision.resume
     assert (start.run, start.lineage, start.checkpoint, start.kind) == (OURS, manifest.lineage, found.checkpoint, "own")
     assert [change.key for change in start.changes] == [key.replace("__", ".") for key in CHANGES[change]]
-    differ = found.known is not None and found.known.parents != manifest.lineage
+    differ = found.run_file is not None and found.run_file.parents != manifest.lineage
     assert [f"checkpoint {found.step} name different parent runs" in remark for remark in start.remarks] == [
         True
     ] * differ

@@ -13,7 +13,7 @@ from jaxmnt.config.mesh import Mesh
 from jaxmnt.errors import UserError
 from jaxmnt.parallel.sharding import build_mesh
 from jaxmnt.run import compiling
-from jaxmnt.run.replicas import odd_ones
+from jaxmnt.run.replicas import outvoted_devices
 from jaxmnt.train import train
 
 
@@ -81,13 +81,15 @@ def test_healthy_replicas_are_the_same(tiny):
 def test_who_is_odd():
     mesh = build_mesh(Mesh(data=4), jax.devices()[:4])
     whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    find = lambda *sums: [device.id for device in odd_ones(np.array([[value, 1] for value in sums]), whole, (8,))]
+    find = lambda *sums: [
+        device.id for device in outvoted_devices(np.array([[value, 1] for value in sums]), whole, (8,))
+    ]
     assert find(7, 7, 7, 7) == []
     assert find(7, 7, 3, 7) == [2]
     assert find(7, 3, 3, 7) == [0, 1, 2, 3], "no side has most"
     split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
     sums = np.array([[value, 1] for value in (1, 2, 3, 4)])
-    assert odd_ones(sums, split, (8,)) == [], "what is not replicated cannot differ"
+    assert outvoted_devices(sums, split, (8,)) == [], "what is not replicated cannot differ"
 
 
 @pytest.mark.slow

@@ -91,7 +91,7 @@ def test_a_removal_that_was_cut_off_is_finished(address):
         commit.prune([commit.Committed(path, whole_manifest())], set())
     assert set(storage.files(path)) == {"params/d/x", commit.ORBAX_MARKER}
     removed = f"removed {path}, which was cut off while it was being removed"
-    assert commit.clear_up(path.parent, None) == ([removed], [])
+    assert commit.clean_up(path.parent, None) == ([removed], [])
     assert list(path.parent.iterdir()) == []
 
 
@@ -105,7 +105,7 @@ def test_only_marks_that_name_a_step_remove_anything(somewhere):
     for name in ("...unfinished", "..unfinished", ".unfinished"):
         storage.publish(root / name, "being removed\n")
     before = storage.files(somewhere)
-    assert commit.clear_up(root, "run")[0] == [f"removed {root / '5'}, which was cut off while it was being removed"]
+    assert commit.clean_up(root, "run")[0] == [f"removed {root / '5'}, which was cut off while it was being removed"]
     after = {name: size for name, size in before.items() if "/5" not in name}
     assert storage.files(somewhere) == after and commit.step_directories(root) == []
 

@@ -421,5 +421,5 @@ def test_samples_are_the_same_on_any_mesh(tiny, tmp_path):
 
 
 def test_tokens_that_are_no_text_cannot_be_sampled(tiny):
-    with pytest.raises(ConfigError, match=r"telemetry.samples: the data is of tokens whose tokenizer is not recorded"):
+    with pytest.raises(ConfigError, match=r"telemetry.samples: the data does not record the tokenizer of its tokens"):
         train(tiny("data.path=null", "data.synthetic=300", "telemetry.samples=[a]"), devices=one_device())

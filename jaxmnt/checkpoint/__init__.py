@@ -1,1 +1,1 @@
-"""Checkpoints: saved in the background through Orbax, committed by a manifest of ours, restored on any mesh."""
+"""Checkpoints: saved in the background through Orbax, committed by our own manifest, restored on any mesh."""

@@ -1,8 +1,8 @@
-"""python -m jaxmnt.checkpoint list|verify|show|diff|export: looks after checkpoints, on any machine.
+"""python -m jaxmnt.checkpoint list|verify|show|diff|export: inspects checkpoints, on any machine.
 
-A checkpoint is named RUN@STEP, RUN@best (the lowest held-out loss), RUN (its newest whole one) or by its own
+Name a checkpoint as RUN@STEP, RUN@best (the lowest held-out loss), RUN (its newest whole checkpoint) or by its own
 directory; RUN is a run directory, or the folder or gs:// address of checkpoint.dir.
-No JAX and none of the devices that wrote it are needed.
+This needs neither JAX nor the devices that wrote the checkpoint.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from jaxmnt.errors import ExitCode, UserError, printable
 
 def main(arguments: list[str]) -> int:
     options = _parse(arguments)
-    from jaxmnt.checkpoint.show import COMMANDS  # it imports what reads files, for which --help shall not wait
+    from jaxmnt.checkpoint.show import COMMANDS  # imported late, so that --help does not wait for its imports
 
     try:
         return COMMANDS[options.command](options)
@@ -35,16 +35,16 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     def add(name: str, text: str, codes: Mapping[ExitCode, str] = HERE) -> Parser:
         return commands.add_parser(name, help=text, description=text, codes=codes)
 
-    listing = add("list", "list a run's checkpoints, and which are whole as far as their files tell")
+    listing = add("list", "list a run's checkpoints, and whether each is whole, judging by its files")
     listing.add_argument("run", metavar="RUN")
     listing.add_argument("--json", action="store_true", help="as one JSON object")
     not_whole = HERE | {ExitCode.FAILURE: "a checkpoint is not whole, or any other failure"}
     checking = add("verify", "read every array and compare it with its digest", not_whole)
     checking.add_argument("checkpoint", metavar="CHECKPOINT", help="a run means all of its checkpoints")
-    showing = add("show", "show what a checkpoint says of itself")
+    showing = add("show", "show what a checkpoint contains and where it comes from")
     showing.add_argument("checkpoint", metavar="CHECKPOINT")
     showing.add_argument("--json", action="store_true", help="as one JSON object")
-    differing = add("diff", "show in what two checkpoints differ")
+    differing = add("diff", "show how two checkpoints differ")
     differing.add_argument("first", metavar="CHECKPOINT")
     differing.add_argument("second", metavar="CHECKPOINT")
     differing.add_argument("--verbose", action="store_true", help="name every array whose content differs")

@@ -1,9 +1,8 @@
-"""The arrays of a checkpoint in its files, read and written. The only module that knows how Orbax lays them out.
+"""Reads and writes the arrays in a checkpoint's files. The only module that knows how Orbax lays them out.
 
-TensorStore alone, without JAX: a laptop can read what a cluster wrote. It reads straight into memory that a CPU
-device can use as it is; Orbax's own loading takes more than twice as long there (`benchmarks/checkpoint.py`). Of a new
-checkpoint only what reading, and a run that starts from it, need is written: the arrays piece by piece, and Orbax's
-marker.
+It uses TensorStore without JAX, so a laptop can read what a cluster wrote. It reads straight into memory that a CPU
+device can use as it is; Orbax's own loading takes more than twice as long there (`benchmarks/checkpoint.py`). A new
+checkpoint gets only what readers and a run that starts from it need: the arrays, piece by piece, and Orbax's marker.
 """
 
 import itertools
@@ -26,40 +25,43 @@ Shape = tuple[int, ...]
 _ALIGNMENT = 64
 _CHUNK_BYTES = 16 << 20
 _INDEX_BYTES = 64 << 20
-_NOT_ITS_CONTENT = ("PERMISSION_DENIED", "UNAUTHENTICATED", "UNAVAILABLE", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED")
-"""Failures of a bucket that say nothing about what was written."""
+_ACCESS_FAILURES = ("PERMISSION_DENIED", "UNAUTHENTICATED", "UNAVAILABLE", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED")
+"""Failures of a bucket that do not mean that its contents are damaged."""
 _SYSTEM_ERROR = re.compile(r"\[os_error_code='(\d+)'\]")
-"""How TensorStore ends what it says of an error of the operating system, which its own words for it blur."""
+"""The end of TensorStore's message for an operating system error; the message itself is less precise."""
 
 
 class Reader:
-    """The arrays of one checkpoint. Errors: `DamagedError` names the array; `UserError` if files cannot be reached."""
+    """Reads the arrays of one checkpoint.
+
+    Raises `DamagedError`, which names the array, and `UserError` if files cannot be reached.
+    """
 
     def __init__(self, checkpoint: Committed, names: Iterable[str] | None = None):
-        """Begins to open the arrays with these names (default: all)."""
+        """Starts to open the arrays with these names (default: all)."""
         self._root = url(checkpoint.path)
         self._arrays = checkpoint.manifest.arrays
         self._context = ts.Context({"cache_pool#index": {"total_bytes_limit": _INDEX_BYTES}})
-        self._opening = {name: self._begin_to_open(name) for name in (self._arrays if names is None else names)}
+        self._opening = {name: self._start_opening(name) for name in (self._arrays if names is None else names)}
 
     def open_all(self) -> None:
-        """Waits until all are open: their places and shapes are there, if not yet their contents."""
+        """Waits until all arrays are open: they exist with the expected shapes; their contents are not checked."""
         for name in self._opening:
-            self._store(name)
+            self._opened_store(name)
 
     def start(self, name: str, index: Sequence[slice]) -> tuple[np.ndarray, Any]:
-        """Begins to read a part of an array; the memory is filled when `finish` has returned."""
-        store = self._store(name)
+        """Starts to read a part of an array; the memory is filled when `finish` has returned."""
+        store = self._opened_store(name)
         part = store[tuple(index)] if index else store
         memory = aligned(tuple(part.shape), store.dtype.numpy_dtype)
         return memory, ts.array(memory).write(part)
 
     def finish(self, name: str, reading: Any) -> None:
-        """Waits for a part of an array."""
+        """Waits until a part of an array is read."""
         try:
             reading.result()
         except Exception as error:
-            raise _explained(name, error) from error
+            raise _explain_error(name, error) from error
 
     def read(self, name: str, index: Sequence[slice] = ()) -> np.ndarray:
         memory, reading = self.start(name, index)
@@ -67,28 +69,29 @@ class Reader:
         return memory
 
     def pieces(self, name: str, most_bytes: int = 256 << 20) -> Iterator[tuple[Shape, np.ndarray]]:
-        """The whole array in pieces, each with the index where it begins."""
+        """Yields the whole array in pieces, each with the index where it begins."""
         array = self._arrays[name]
-        self._store(name)  # whose shape it is, however large the manifest says that it is
+        self._opened_store(name)  # checks the manifest's shape, before memory is allocated for it
         for start, index in cut(array, most_bytes):
             yield start, self.read(name, index)
 
     def chunk(self, name: str) -> Shape:
-        """What is read at a time, even if a part of it is wanted."""
-        return tuple(self._store(name).chunk_layout.read_chunk.shape)
+        """Returns the shape of a chunk, the smallest unit that is read from the files."""
+        return tuple(self._opened_store(name).chunk_layout.read_chunk.shape)
 
     def content(self, name: str) -> str:
-        """The digest of the array as it is in the files."""
-        shape, total = self._arrays[name].shape, digest.ZERO
+        """Returns the digest of the array as it is in the files."""
+        shape = self._arrays[name].shape
+        total = digest.ZERO
         for start, piece in self.pieces(name):
             total = digest.add(total, digest.block_digest(piece, start, shape))
         return digest.to_text(total)
 
-    def _store(self, name: str) -> Any:
+    def _opened_store(self, name: str) -> Any:
         try:
             store = self._opening[name].result()
         except Exception as error:
-            raise _explained(name, error) from error
+            raise _explain_error(name, error) from error
         array = self._arrays[name]
         if tuple(store.shape) != array.shape or store.dtype.name != array.dtype:
             raise DamagedError(
@@ -97,18 +100,23 @@ class Reader:
             )
         return store
 
-    def _begin_to_open(self, name: str) -> Any:
-        place = _place(self._root, name) | {"cache_pool": "cache_pool#index"}  # all arrays of a part share one index
-        return ts.open({"driver": "zarr3", "kvstore": place}, context=self._context, open=True, read=True)
+    def _start_opening(self, name: str) -> Any:
+        # All arrays of a part of the state share one index, so they share its cache.
+        store = _key_value_store(self._root, name) | {"cache_pool": "cache_pool#index"}
+        return ts.open({"driver": "zarr3", "kvstore": store}, context=self._context, open=True, read=True)
 
 
 def cut(array: Array, most_bytes: int) -> Iterator[tuple[Shape, tuple[slice, ...]]]:
-    """Cuts an array along its leading dimensions into pieces of about `most_bytes`, in row-major order."""
-    item = array.bytes // max(1, math.prod(array.shape))
-    steps, room = [], max(1, most_bytes // item)
+    """Splits an array along its leading dimensions into pieces of about `most_bytes`, in row-major order.
+
+    Yields the start and the index of each piece.
+    """
+    element_bytes = array.bytes // max(1, math.prod(array.shape))
+    most_elements = max(1, most_bytes // element_bytes)
+    steps = []
     for dimension, extent in enumerate(array.shape):
         inner = math.prod(array.shape[dimension + 1 :])
-        steps.append(min(max(1, extent), max(1, room // max(1, inner))))
+        steps.append(min(max(1, extent), max(1, most_elements // max(1, inner))))
     starts = (range(0, extent, step) for extent, step in zip(array.shape, steps, strict=True))
     for start in itertools.product(*starts):
         ends = zip(start, steps, array.shape, strict=True)
@@ -116,18 +124,18 @@ def cut(array: Array, most_bytes: int) -> Iterator[tuple[Shape, tuple[slice, ...
 
 
 def aligned(shape: Shape, dtype: Any) -> np.ndarray:
-    """Uninitialised memory that begins where a CPU device wants an array to begin, so that it need not copy."""
+    """Returns uninitialised memory, aligned so that a CPU device can use it without a copy."""
     size = math.prod(shape) * np.dtype(dtype).itemsize
     memory = np.empty(size + _ALIGNMENT, np.uint8)
     begin = -memory.ctypes.data % _ALIGNMENT
     return memory[begin : begin + size].view(dtype).reshape(shape)
 
 
-def _explained(name: str, error: Exception) -> UserError:
+def _explain_error(name: str, error: Exception) -> UserError:
     summary = _summary(error)
     system = _SYSTEM_ERROR.search(str(error))
-    away = system is not None and int(system[1]) not in NO_FILE
-    if away or any(sign in summary for sign in _NOT_ITS_CONTENT) or isinstance(error, PermissionError):
+    unreachable = system is not None and int(system[1]) not in NO_FILE
+    if unreachable or any(code in summary for code in _ACCESS_FAILURES) or isinstance(error, PermissionError):
         return UserError(
             f"array {name} of a checkpoint cannot be reached: {summary}; check that it is mounted and "
             "readable and try again"
@@ -136,7 +144,7 @@ def _explained(name: str, error: Exception) -> UserError:
 
 
 class Writer:
-    """The arrays of a new step directory. Raises `UserError` if it cannot be written."""
+    """Writes the arrays of a new step directory. Raises `UserError` if it cannot be written."""
 
     def __init__(self, path: StoragePath):
         self._path = path
@@ -145,36 +153,37 @@ class Writer:
         self._context = ts.Context()
 
     def create(self, name: str, shape: Shape, dtype: np.dtype) -> None:
-        """Begins an array, in chunks of whole trailing dimensions: one layer of a stack can be read by itself."""
+        """Creates an array whose chunks span whole trailing dimensions, so one layer of a stack can be read alone."""
         spec = {
             "driver": "zarr3",
-            "kvstore": _place(url(self._path), name),
+            "kvstore": _key_value_store(url(self._path), name),
             "metadata": {
                 "shape": list(shape),
                 "data_type": dtype.name,
                 "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": _chunk(shape, dtype)}},
             },
         }
-        store = self._tried(name, lambda: ts.open(spec, context=self._context, create=True, open=False).result())
-        self._arrays[name], self._digests[name] = (store, shape, dtype), digest.ZERO
+        store = self._attempt(name, lambda: ts.open(spec, context=self._context, create=True, open=False).result())
+        self._arrays[name] = (store, shape, dtype)
+        self._digests[name] = digest.ZERO
 
     def write(self, name: str, start: Shape, piece: np.ndarray) -> None:
-        """Writes a piece that begins at this index."""
+        """Writes a piece that begins at index `start`, and adds it to the array's digest."""
         store, shape, dtype = self._arrays[name]
         assert piece.dtype == dtype
         index = tuple(slice(begin, begin + extent) for begin, extent in zip(start, piece.shape, strict=True))
-        self._tried(name, lambda: store[index].write(piece).result())
+        self._attempt(name, lambda: store[index].write(piece).result())
         self._digests[name] = digest.add(self._digests[name], digest.block_digest(piece, start, shape))
 
     def finish(self) -> dict[str, Array]:
-        """Marks the arrays as written, and says what a manifest says of them. The caller commits."""
+        """Marks the arrays as written and returns their manifest entries. The caller commits."""
         publish(self._path / ORBAX_MARKER, "")
         return {
             name: Array(shape, dtype.name, digest.to_text(self._digests[name]))
             for name, (_, shape, dtype) in sorted(self._arrays.items())
         }
 
-    def _tried(self, name: str, action: Any) -> Any:
+    def _attempt(self, name: str, action: Any) -> Any:
         try:
             return action()
         except Exception as error:
@@ -182,7 +191,7 @@ class Writer:
 
 
 def _chunk(shape: Shape, dtype: np.dtype) -> list[int]:
-    """Along the first dimensions one, then as many as make a chunk, then all."""
+    """Returns a chunk shape: 1 in leading dimensions, then as many as fit `_CHUNK_BYTES`, then whole dimensions."""
     chunk = [max(1, extent) for extent in shape]
     for dimension in range(len(chunk)):
         inner = math.prod(chunk[dimension + 1 :]) * dtype.itemsize
@@ -194,8 +203,8 @@ def _chunk(shape: Shape, dtype: np.dtype) -> list[int]:
     return chunk
 
 
-def _place(root: str, name: str) -> dict[str, str]:
-    """Where an array lies, for TensorStore: parts of a state have a database each."""
+def _key_value_store(root: str, name: str) -> dict[str, str]:
+    """Returns TensorStore's key-value store spec of an array. Each part of a state has its own OCDBT database."""
     part, _, rest = name.partition("/")
     return {"driver": "ocdbt", "base": f"{root}/{part}/", "path": f"{rest.replace('/', '.')}/"}
 

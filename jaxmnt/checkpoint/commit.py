@@ -1,13 +1,13 @@
-"""What is on disk under checkpoints/, and which of it is whole. Knows files only, no arrays.
+"""Commits, validates and removes the step directories under checkpoints/. Works on files only, not on arrays.
 
-Orbax publishes a step by renaming its directory, and its reader trusts the name alone. A step counts here when Orbax's
-marker and our sealed manifest are in it, and every file is there in its full size, small ones (all that describes the
-arrays) with their SHA-256. Whether the arrays are intact is checked by their digests (`restore.py`).
+Orbax publishes a step by renaming its directory, and its reader trusts the name alone. Here a step is valid ("whole")
+if it contains Orbax's marker and our sealed manifest, and every file has its full size; small files (all that describe
+the arrays) must match their SHA-256 as well. `restore.py` checks the arrays by their digests.
 
-While a step is being written or removed a note lies beside it, N.unfinished. So what was cut off is told from what was
-lost: the former is removed at the next occasion, the latter set aside.
+While a step is being written or removed, a note N.unfinished is beside it. This distinguishes interrupted steps, which
+are removed at the next opportunity, from damaged ones, which are set aside.
 
-A step that is a link counts like any other, but what it leads to is somebody's own: it is never removed.
+A step that is a symbolic link is read like any other, but its target belongs to someone else: it is never removed.
 """
 
 import contextlib
@@ -28,11 +28,12 @@ from jaxmnt.errors import UserError, printable
 from jaxmnt.storage import StoragePath
 
 ORBAX_MARKER = "commit_success.txt"
-ORBAX_UNDER_WAY = ".orbax-checkpoint-tmp"
+ORBAX_TEMPORARY = ".orbax-checkpoint-tmp"
 NOTE = ".unfinished"
+"""Suffix of the note beside a step that is being written or removed."""
 _STEP = re.compile(r"(?:0|[1-9][0-9]{0,17})", re.ASCII)
 SMALL_BYTES = 1 << 20
-"""Files up to this size are compared byte for byte, by digest; only array data is larger."""
+"""Files up to this size are verified by SHA-256; only array data is larger."""
 
 
 @dataclass(frozen=True)
@@ -48,34 +49,33 @@ class Committed:
 
     @property
     def config(self) -> Config:
-        """The config of its run when it was written. Raises `ConfigError` for one that this version cannot read."""
+        """The run's config when it was written. Raises `ConfigError` if this version cannot read it."""
         return parse_config(self.manifest.config, f"the config in {self.path}")
 
 
 def step_of(name: str) -> int | None:
-    """The step that a name of a directory means; None if it is not written as steps are, in ASCII digits."""
+    """Returns the step of a directory name; None if the name is not a number in ASCII digits."""
     return int(name) if _STEP.fullmatch(name) else None
 
 
 def commit(path: StoragePath, manifest: Manifest) -> None:
     """Commits a step directory that Orbax has finished: lists its files and publishes the manifest.
 
-    Raises `UserError` if a link has taken the directory's place since the save began.
+    Raises `UserError` if the directory was replaced by a link since the save began.
     """
     _refuse_link(path)
     files = _files(path)
     _refuse_link(path)  # listing a large checkpoint takes a while
     manifests.write(path, manifest, files)
-    with contextlib.suppress(OSError):  # the step stands, and a note beside one that is whole is dropped later
+    with contextlib.suppress(OSError):  # the step is committed; a note beside a committed step is removed later
         _note(path).unlink(missing_ok=True)
 
 
 def add_loss(path: StoragePath, loss: float, eval_tokens: Any) -> None:
-    """Publishes the manifest of a checkpoint again with a held-out loss that was measured after its commit.
+    """Publishes a checkpoint's manifest again with a held-out loss that was measured after its commit.
 
-    A manifest keeps what it says if it has a loss already, or if its config limits evaluations to another number of
-    tokens than `eval_tokens`. Nothing is written through a link. Raises `DamagedError`, `OtherFormatError` and
-    `OSError`.
+    Leaves the manifest unchanged if it already has a loss, or if its config's limit on evaluation tokens differs from
+    `eval_tokens`. Does not write through a link. Raises `DamagedError`, `OtherFormatError` and `OSError`.
     """
     if storage.is_link(path):
         return
@@ -85,12 +85,12 @@ def add_loss(path: StoragePath, loss: float, eval_tokens: Any) -> None:
 
 
 def open_checkpoint(path: StoragePath, run: str | None = None) -> Committed:
-    """A step directory, if it is committed, its files are all there, and it is one of `run` (None: of any).
+    """Returns the checkpoint in a step directory if it is committed, complete and belongs to `run` (None: any run).
 
-    Raises `DamagedError` with the reason why not, and `OtherFormatError`.
+    Raises `DamagedError` with the reason why it is not, and `OtherFormatError`.
     """
     try:
-        return _opened(path, run)
+        return _open_committed(path, run)
     except UserError:
         raise
     except OSError as error:
@@ -99,7 +99,7 @@ def open_checkpoint(path: StoragePath, run: str | None = None) -> Committed:
         raise DamagedError(f"its file {printable(str(error.filename))} cannot be read: {error.strerror}") from error
 
 
-def _opened(path: StoragePath, run: str | None) -> Committed:
+def _open_committed(path: StoragePath, run: str | None) -> Committed:
     if not storage.sizes(path, [ORBAX_MARKER]):
         raise DamagedError(f"it has no commit marker {ORBAX_MARKER}")
     manifest, files = manifests.read(path)
@@ -107,21 +107,22 @@ def _opened(path: StoragePath, run: str | None) -> Committed:
         raise DamagedError(f"it is a checkpoint of step {manifest.step} under another's name")
     if run is not None and manifest.run != run:
         raise DamagedError(f"it belongs to run {printable(manifest.run)}, and this is run {printable(run)}")
+    # Sizes first: they are cheap to compare, and most damage shows there.
     present = storage.sizes(path, files)
     for name, (size, _) in sorted(files.items()):
         if name not in present:
             raise DamagedError(f"its file {printable(name)} is missing")
         if present[name] != size:
             raise DamagedError(f"its file {printable(name)} has {present[name]} bytes instead of {size}")
-    found = _sha256(path, [name for name, (_, sha256) in files.items() if sha256 is not None])
-    for name, sha256 in found.items():
+    actual = _sha256(path, [name for name, (_, sha256) in files.items() if sha256 is not None])
+    for name, sha256 in actual.items():
         if sha256 != files[name][1]:
             raise DamagedError(f"its file {printable(name)} is not as it was written")
     return Committed(path, manifest)
 
 
 def why_not_valid(path: StoragePath, run: str | None = None) -> str | None:
-    """What is wrong with a step directory as far as its files tell, or None. Raises `OtherFormatError`."""
+    """Returns what is wrong with a step directory, judging by its files; None if nothing. Raises `OtherFormatError`."""
     try:
         open_checkpoint(path, run)
     except DamagedError as damage:
@@ -130,16 +131,16 @@ def why_not_valid(path: StoragePath, run: str | None = None) -> str | None:
 
 
 def step_directories(root: StoragePath) -> list[tuple[int, StoragePath]]:
-    """(step, directory) of everything that looks like a step, oldest first."""
-    return [(step, path) for step, path in _named_as_steps(root) if _is_directory(path)]
+    """Returns (step, directory) of every directory that is named like a step, oldest first."""
+    return [(step, path) for step, path in _step_paths(root) if _is_directory(path)]
 
 
-def out_of_reach(root: StoragePath) -> list[tuple[int, StoragePath]]:
-    """(step, link) of steps that are links, and that lead to no directory at the moment; oldest first."""
-    return [(step, path) for step, path in _named_as_steps(root) if storage.is_link(path) and not _is_directory(path)]
+def unreachable_steps(root: StoragePath) -> list[tuple[int, StoragePath]]:
+    """Returns (step, link) of each step that is a link whose target is no directory at the moment, oldest first."""
+    return [(step, path) for step, path in _step_paths(root) if storage.is_link(path) and not _is_directory(path)]
 
 
-def _named_as_steps(root: StoragePath) -> list[tuple[int, StoragePath]]:
+def _step_paths(root: StoragePath) -> list[tuple[int, StoragePath]]:
     named = [(step_of(path.name), path) for path in root.iterdir()] if root.is_dir() else []
     return sorted((step, path) for step, path in named if step is not None)
 
@@ -148,54 +149,55 @@ def _is_directory(path: StoragePath) -> bool:
     try:
         return path.is_dir()
     except OSError:
-        if storage.is_link(path):  # an archive that is away
+        if storage.is_link(path):  # such as a link into an archive that is not mounted
             return False
         raise
 
 
 def valid_checkpoints(root: StoragePath, run: str | None = None) -> list[Committed]:
-    """The whole checkpoints, oldest first. Raises `OtherFormatError`."""
-    return list(_whole(step_directories(root), run))
+    """Returns the valid checkpoints, oldest first. Raises `OtherFormatError`."""
+    return list(_open_valid(step_directories(root), run))
 
 
 def newest_valid(root: StoragePath, run: str | None = None) -> Committed | None:
-    """The newest whole checkpoint, passing over whatever is not. Raises `OtherFormatError`."""
-    return next(_whole(reversed(step_directories(root)), run), None)
+    """Returns the newest valid checkpoint, skipping those that are not. Raises `OtherFormatError`."""
+    return next(_open_valid(reversed(step_directories(root)), run), None)
 
 
-def _whole(steps: Iterable[tuple[int, StoragePath]], run: str | None) -> Iterator[Committed]:
+def _open_valid(steps: Iterable[tuple[int, StoragePath]], run: str | None) -> Iterator[Committed]:
     for _, path in steps:
         with contextlib.suppress(DamagedError):
             yield open_checkpoint(path, run)
 
 
 def quarantine(path: StoragePath) -> StoragePath:
-    """Renames a step so that its number is free. Nothing is ever deleted for being damaged."""
+    """Renames a step so that its number is free, and returns the new path. Damaged steps are never deleted."""
     aside = storage.first_free(path, (".damaged" if number == 1 else f".damaged.{number}" for number in count(1)))
     storage.move(path, aside)
     return aside
 
 
-def clear_up(root: StoragePath, run: str | None) -> tuple[list[str], list[str]]:
-    """Removes what was cut off and sets aside what is damaged. Returns lines for people, those about damage apart.
+def clean_up(root: StoragePath, run: str | None) -> tuple[list[str], list[str]]:
+    """Removes unfinished steps and sets damaged ones aside. Returns messages for the user: general ones, and damage.
 
-    Only to be called by the one job that the run directory belongs to. Raises `OtherFormatError`.
+    Only the job that owns the run directory may call this. Raises `OtherFormatError`.
     """
-    told, left = remove_cut_off(root)
-    told, damaged = told + left, []
+    removed, not_removed = remove_unfinished(root)
+    messages = removed + not_removed
+    damaged = []
     for step, path in step_directories(root):
         reason = why_not_valid(path, run)
         if reason is None and storage.is_link(path):
-            told.append(f"checkpoint {step} is a link: it is read and never removed")
-        elif reason is not None and unfinished(path) is None:  # else it could not be removed
+            messages.append(f"checkpoint {step} is a link: it is read and never removed")
+        elif reason is not None and unfinished(path) is None:  # an unfinished one could not be removed
             damaged.append(f"checkpoint {step} is not used: {reason}; kept as {quarantine(path)}")
-    return told, damaged
+    return messages, damaged
 
 
 def begin(path: StoragePath) -> None:
-    """Makes room for a step about to be saved, and notes that it is unfinished.
+    """Makes room for a step about to be saved, and writes the note that it is unfinished.
 
-    Raises `UserError` if it is there already and whole, which only another job can have done.
+    Raises `UserError` if the step already exists and is valid, which only another job can have done.
     """
     if storage.is_there(path):
         if why_not_valid(path) is None:
@@ -205,19 +207,19 @@ def begin(path: StoragePath) -> None:
 
 
 def prune(checkpoints: list[Committed], keep: set[int]) -> None:
-    """Removes the checkpoints whose step is not in `keep`, but for links.
+    """Removes the checkpoints whose step is not in `keep`, except links.
 
-    Raises `OSError` if one cannot be removed, once the others are.
+    Raises `OSError` if a checkpoint cannot be removed, after removing the others.
     """
     trouble = None
-    for path in [found.path for found in checkpoints if found.step not in keep]:
+    for path in [checkpoint.path for checkpoint in checkpoints if checkpoint.step not in keep]:
         if storage.is_link(path):
             continue
         try:
             storage.create(_note(path), "being removed\n")
-            (path / manifests.MANIFEST_FILE).unlink(missing_ok=True)  # from now on it is no checkpoint
+            (path / manifests.MANIFEST_FILE).unlink(missing_ok=True)  # the step is no longer committed
             storage.remove(path)
-            if not _note(path).is_dir():  # a person's folder
+            if not _note(path).is_dir():  # a folder of that name is the user's
                 _note(path).unlink(missing_ok=True)
         except OSError as error:
             trouble = trouble or error
@@ -226,7 +228,7 @@ def prune(checkpoints: list[Committed], keep: set[int]) -> None:
 
 
 def unfinished(path: StoragePath) -> str | None:
-    """What is being done with a step, or was when its job ended, in words; None for one that is committed."""
+    """Returns what its job is doing with an unfinished step, such as "being written"; None if it is committed."""
     if (path / manifests.MANIFEST_FILE).exists() or not _note(path).is_file():
         return None
     try:
@@ -235,36 +237,39 @@ def unfinished(path: StoragePath) -> str | None:
         return None
 
 
-def remove_cut_off(root: StoragePath, *, keep_notes: bool = False) -> tuple[list[str], list[str]]:
-    """Removes the steps whose writing or removal came to no end. Returns a line for people about each: those that are
-    gone, and those that could not be removed, which is tried again at the next occasion.
+def remove_unfinished(root: StoragePath, *, keep_notes: bool = False) -> tuple[list[str], list[str]]:
+    """Removes the steps whose writing or removal was interrupted.
 
-    With `keep_notes` what appears of them later will be removed, too: a save that failed may go on writing for a while.
+    Returns a message for the user about each: the removed ones, and those that cannot be removed, which the next call
+    tries again. With `keep_notes`, files that appear later are removed by a later call, too: a failed save may go on
+    writing for a while.
     """
     removed = []
-    left = []
+    not_removed = []
     present: list[StoragePath] = sorted(root.iterdir()) if root.is_dir() else []
     for path in present:
         step, dot, rest = path.name.partition(".")
         if step_of(step) is None or storage.is_link(path):
-            continue  # a person's
+            continue  # the user's own files
         try:
             if dot + rest == NOTE and path.is_file():
                 removed += _remove_noted(path.with_name(step), keep_note=keep_notes)
-            elif isinstance(path, Path) and (dot + rest).startswith(ORBAX_UNDER_WAY) and path.is_dir():
+            elif isinstance(path, Path) and (dot + rest).startswith(ORBAX_TEMPORARY) and path.is_dir():
                 storage.remove(path)
                 removed.append(f"removed {path}, which was cut off while it was being written")
         except OSError as error:
-            left.append(f"{path} tells of a step that was cut off and cannot be removed: {error.strerror or error}")
-    return removed, left
+            not_removed.append(
+                f"cannot remove {path}, left by an interrupted save or removal: {error.strerror or error}"
+            )
+    return removed, not_removed
 
 
 def _remove_noted(path: StoragePath, *, keep_note: bool) -> list[str]:
-    """What is there of a step beside which a note lies."""
+    """Removes the files of a step that has a note, unless it is committed. Returns a message if it removed any."""
     if storage.is_link(path):
-        committed, present = True, {}  # whatever it is, it is not what the note tells of
+        committed, present = True, {}  # a link was made later: the note is not about it
     else:
-        present = storage.files(path)  # which raises what keeps it from looking: nothing is removed on a guess
+        present = storage.files(path)  # raises if it cannot look, so that nothing is removed on a guess
         committed = manifests.MANIFEST_FILE in present
     doing = unfinished(path)
     if not committed and (not isinstance(path, Path) or path.is_dir()):

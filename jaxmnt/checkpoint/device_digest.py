@@ -1,4 +1,4 @@
-"""Digests of arrays where they are: on the devices, each its own piece, with nothing sent between them."""
+"""Computes digests of arrays on the devices: each device digests its own piece, without communication."""
 
 import functools
 from collections.abc import Mapping
@@ -27,22 +27,22 @@ from jaxmnt.checkpoint.digest import (
 
 @dataclass(frozen=True)
 class Digests:
-    """Digests under way. The arrays may be donated meanwhile."""
+    """Digests in progress. The arrays may be donated meanwhile."""
 
     pieces: dict[str, Array]
-    """For each name uint32 [devices, 2], of what each device holds: replicas can be compared, too."""
+    """For each name a uint32 [devices, 2] of what each device holds, so that replicas can be compared as well."""
     firsts: dict[str, list[jax.Device]]
-    """The devices of this process that hold the first copy of a piece."""
+    """The devices of this process that hold the first copy of a piece, by array name."""
 
     def wait(self) -> dict[str, Lanes]:
-        """This process's share of each digest."""
+        """Waits for the digests and returns this process's share of each."""
         shares = {}
         for name, sums in self.pieces.items():
-            values = {shard.device: np.asarray(shard.data)[0] for shard in sums.addressable_shards}
+            lanes_of = {shard.device: np.asarray(shard.data)[0] for shard in sums.addressable_shards}
             total = ZERO
             for device in self.firsts[name]:
-                low, high = values[device]
-                total = add(total, (int(low), int(high)))
+                first, second = lanes_of[device]
+                total = add(total, (int(first), int(second)))
             shares[name] = total
         return shares
 
@@ -59,7 +59,7 @@ def start_digests(arrays: Mapping[str, Array]) -> Digests:
 
 @functools.lru_cache(maxsize=64)
 def _program(shardings: tuple[tuple[str, NamedSharding], ...]) -> Any:
-    """One program for all arrays, which a compile cache keeps as one."""
+    """Returns one compiled function for all arrays, so that the compile cache has a single entry."""
 
     def digest(arrays: dict[str, Array]) -> dict[str, Array]:
         return {name: _pieces(sharding)(arrays[name]) for name, sharding in shardings}
@@ -69,7 +69,7 @@ def _program(shardings: tuple[tuple[str, NamedSharding], ...]) -> Any:
 
 @functools.lru_cache(maxsize=512)
 def _pieces(sharding: NamedSharding) -> Any:
-    """A function of an array to uint32 [devices, 2], which is traced once for arrays that are alike."""
+    """Returns a function from an array to uint32 [devices, 2], traced once per sharding, shape and dtype."""
     mesh, spec = sharding.mesh, sharding.spec
     assert isinstance(mesh, Mesh)
 
@@ -87,7 +87,8 @@ def _pieces(sharding: NamedSharding) -> Any:
 
 
 def _digest_piece(piece: Array, shape: tuple[int, ...], spec: P) -> Array:
-    """uint32 [1, 2] of the piece of an array of `shape` that this device holds."""
+    """Returns uint32 [1, 2]: the digest of this device's piece of an array of `shape` (formula in `digest.py`)."""
+    # Row-major index of each element in the whole array, modulo 2^32.
     index = jnp.zeros(piece.shape, jnp.uint32)
     names = [*spec, *[None] * (len(shape) - len(spec))]
     for dimension, (axes, stride) in enumerate(zip(names, row_major_strides(shape), strict=True)):
@@ -95,14 +96,16 @@ def _digest_piece(piece: Array, shape: tuple[int, ...], spec: P) -> Array:
         if axes:  # the dimension is split, and this device has one of its blocks
             here = here + jax.lax.axis_index(axes).astype(jnp.uint32) * jnp.uint32(piece.shape[dimension])
         index = index + here * jnp.uint32(stride)
+    # First lane: the bits and the index, mixed by a bijection.
     words = jax.lax.bitcast_convert_type(piece, UNSIGNED[piece.dtype.itemsize]).astype(jnp.uint32)
     h = words + index * KEY
     for shift, factor in MIX:
         h = h ^ (h >> shift)
         h = h * factor if factor else h
+    # Second lane: mixed once more, independently of the first.
     second = (h ^ words) * SECOND_FACTOR
     second = second ^ (second >> SECOND_SHIFT)
-    # One reduction with two results: on CPU it is three times as fast as two of one.
+    # A single reduction with two results is three times as fast on CPU as two reductions.
     zero = jnp.uint32(0)
     pair = lambda a, b: (a[0] + b[0], a[1] + b[1])
     return jnp.stack(jax.lax.reduce((h, second), (zero, zero), pair, tuple(range(piece.ndim))))[None]

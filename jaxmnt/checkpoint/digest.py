@@ -1,10 +1,10 @@
-"""What is digested of an array: a sum over its elements, so that it can be taken in any pieces and on any sharding.
+"""Digest of an array: a sum over its elements, so that it can be computed in any pieces and on any sharding.
 
     digest(x) = Σ over i of (mix(bits of x_i + i · c), mix' of the same)   modulo 2^32, two lanes
 
-i is the element's row-major index in the whole array, c is odd, and `mix` a bijection of 32 bits: whatever one element
-changes to, the first lane changes with certainty; anything else goes unseen once in 2^64. It finds damage; it is
-no defence against somebody who wants to deceive. This module is NumPy alone; `device_digest.py` does the same in JAX.
+i is the element's row-major index in the whole array, c is odd, and `mix` is a bijection of 32 bits. So a change of a
+single element always changes the first lane; any other change is missed with a probability of 2^-64. The digest
+detects damage, not deliberate forgery. This module uses NumPy only; `device_digest.py` computes the same in JAX.
 """
 
 import hashlib
@@ -19,23 +19,25 @@ ZERO: Lanes = (0, 0)
 
 KEY = np.uint32(0x9E3779B1)
 MIX = ((16, np.uint32(0x2C1B3C6D)), (15, np.uint32(0x297A2D39)), (15, np.uint32(0)))
-"""Shifts with exclusive or, each with a multiplication after it (0: none). Each of them can be undone."""
+"""Steps of `mix`: x ^= x >> shift, then a multiplication by the odd factor (0: none). Each step is invertible."""
 SECOND_FACTOR, SECOND_SHIFT = np.uint32(0x85EBCA6B), 16
 
 UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32}
-"""The type of an element's bits, by its bytes."""
+"""Unsigned type with the bits of an element, by its size in bytes."""
 
 _BLOCK = 1 << 15
-"""Elements taken at a time: their temporaries stay in a core's cache."""
+"""Elements per block: the temporaries of a block stay in a core's cache."""
 
 
 def block_digest(block: np.ndarray, start: Sequence[int], shape: Sequence[int]) -> Lanes:
-    """The share of `block`, which begins at index `start` of a whole array of `shape`."""
+    """Returns the digest of `block`, which begins at index `start` of a whole array of `shape`."""
     if block.size == 0:
         return ZERO
     strides = row_major_strides(shape)
+    # The bits of the elements, as a matrix whose rows run along the last dimension.
     words = np.ascontiguousarray(block).view(UNSIGNED[block.dtype.itemsize])
     words = words.reshape(-1, block.shape[-1] if block.ndim else 1)
+    # The index of an element in the whole array is the sum of its row's part and its column.
     rows: np.ndarray = np.zeros(block.shape[:-1], np.uint32)
     for dimension in range(block.ndim - 1):
         along = (np.arange(block.shape[dimension], dtype=np.uint64) + start[dimension]) * strides[dimension]
@@ -43,18 +45,20 @@ def block_digest(block: np.ndarray, start: Sequence[int], shape: Sequence[int]) 
     rows = rows.reshape(-1, 1)
     columns = (np.arange(words.shape[1], dtype=np.uint64) + (start[-1] if block.ndim else 0)).astype(np.uint32)
     total = ZERO
-    wide = min(_BLOCK, words.shape[1])
-    tall = max(1, _BLOCK // wide)
-    for top in range(0, words.shape[0], tall):
-        for left in range(0, words.shape[1], wide):
-            piece = words[top : top + tall, left : left + wide].astype(np.uint32)
-            total = add(total, _lanes(piece, rows[top : top + tall] + columns[left : left + wide]))
+    width = min(_BLOCK, words.shape[1])
+    height = max(1, _BLOCK // width)
+    for row in range(0, words.shape[0], height):
+        for column in range(0, words.shape[1], width):
+            piece = words[row : row + height, column : column + width].astype(np.uint32)
+            index = rows[row : row + height] + columns[column : column + width]
+            total = add(total, _lanes(piece, index))
     return total
 
 
 def _lanes(words: np.ndarray, index: np.ndarray) -> Lanes:
-    """Both sums over elements with these bits and indices. Takes the arrays over."""
-    h, shifted = index, np.empty_like(words)
+    """Returns both sums over the elements with these bits and indices. Overwrites `index`."""
+    h = index
+    shifted = np.empty_like(words)
     h *= KEY
     h += words
     for shift, factor in MIX:
@@ -73,7 +77,7 @@ def add(a: Lanes, b: Lanes) -> Lanes:
 
 
 def to_text(lanes: Lanes) -> str:
-    """16 hexadecimal digits."""
+    """Returns the digest as 16 hexadecimal digits."""
     return f"{lanes[0]:08x}{lanes[1]:08x}"
 
 
@@ -82,30 +86,31 @@ def from_text(text: str) -> Lanes:
 
 
 def encode(shares: Mapping[str, Lanes]) -> str:
-    """A process's shares of digests in order of their names, as text for the others."""
+    """Encodes a process's shares of the digests as text for the other processes, in order of their names."""
     return "".join(to_text(shares[name]) for name in sorted(shares))
 
 
 def decode(names: Sequence[str], texts: Sequence[str]) -> dict[str, str]:
-    """The whole digest of each name, from the texts of all processes. The names are sorted."""
-    found = {}
+    """Returns the complete digest of each name from the texts of all processes. `names` must be sorted."""
+    digests = {}
     for i, name in enumerate(names):
         total = ZERO
         for text in texts:
             total = add(total, from_text(text[16 * i : 16 * i + 16]))
-        found[name] = to_text(total)
-    return found
+        digests[name] = to_text(total)
+    return digests
 
 
 def bound(content: str, run: str, step: int, name: str, shape: Sequence[int], dtype: str) -> str:
-    """A digest of an array's content together with whose it is: another run's, step's or array's is another one."""
+    """Returns a digest that binds an array's content to its run, step, name, shape and dtype."""
     text = "\0".join((run, str(step), name, ",".join(map(str, shape)), dtype, content))
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Elements from one index to the next of each dimension, modulo 2^32."""
-    strides, product = [], 1
+    """Returns the number of elements between neighbouring indices of each dimension, modulo 2^32."""
+    strides = []
+    product = 1
     for size in reversed(shape):
         strides.append(product % MODULUS)
         product *= size

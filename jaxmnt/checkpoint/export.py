@@ -1,4 +1,4 @@
-"""Verifying a checkpoint, and exporting one."""
+"""Verifies and exports checkpoints."""
 
 import fcntl
 import os
@@ -23,17 +23,18 @@ from jaxmnt.strict_json import json_text
 
 
 def verify(path: StoragePath, run: str | None, tell: Callable[[str], None] = lambda name: None) -> Committed:
-    """Reads every array of a checkpoint and compares it with its digest; `tell` hears the name of each.
+    """Reads every array of a checkpoint and compares it with its digest; calls `tell` with the name of each array.
 
     Raises `DamagedError` with everything that is wrong, and `OtherFormatError`.
     """
     checkpoint = open_checkpoint(path, run)
-    reader, wrong = Reader(checkpoint), []
+    reader = Reader(checkpoint)
+    wrong = []
     for name, array in sorted(checkpoint.manifest.arrays.items()):
         tell(name)
         try:
             if reader.content(name) != array.content:
-                wrong.append(f"array {name} is not what was saved: its digest is another one")
+                wrong.append(f"array {name} is not what was saved: its digest differs")
         except DamagedError as damage:
             wrong.append(str(damage))
     if wrong:
@@ -42,11 +43,12 @@ def verify(path: StoragePath, run: str | None, tell: Callable[[str], None] = lam
 
 
 _INDEX = "model.safetensors.index.json"
-_CONFIG, _ABOUT_TOKENS = "jaxmnt-config.json", "jaxmnt-tokenizer.json"
-_OWN = re.compile(
-    rf"model(-[0-9]+-of-[0-9]+)?\.safetensors|{_INDEX}|{_CONFIG}|{_ABOUT_TOKENS}|{TOKENIZER_FILE}|\.tmp[0-9A-Za-z]+"
+_CONFIG = "jaxmnt-config.json"
+_TOKENIZER_INFO = "jaxmnt-tokenizer.json"
+_EXPORTED_NAME = re.compile(
+    rf"model(-[0-9]+-of-[0-9]+)?\.safetensors|{_INDEX}|{_CONFIG}|{_TOKENIZER_INFO}|{TOKENIZER_FILE}|\.tmp[0-9A-Za-z]+"
 )
-"""Names of what an export writes; safetensors' temporary files among them."""
+"""Names of the files that an export writes, including safetensors' temporary files."""
 
 
 def export(
@@ -56,11 +58,13 @@ def export(
     tell: Callable[[str], None] = lambda name: None,
     tokenizer: RunTokenizer | None = None,
 ) -> list[Path]:
-    """Writes the parameters into a new `folder`, in files of about `file_bytes`, each array whole, with their index.
+    """Writes the parameters into a new `folder`, in files of about `file_bytes` with an index. No array is split.
 
-    Names are those of the checkpoint without `params/`, with dots; layers stay stacked in their first dimension. The
-    config lies beside them, and the tokenizer: its tokenizer.json, if it has one, and what the run knows of it. Each
-    array is compared with its digest first: raises `DamagedError`.
+    Names are those of the checkpoint without `params/`, joined by dots; layers stay stacked in their first dimension.
+    The folder also gets the config and the tokenizer: its description, and its tokenizer.json if it has one. Each
+    array is compared with its digest first. Returns the safetensors files.
+
+    Raises `DamagedError`, and `ConfigError` if the folder exists.
     """
     if folder.exists():
         raise ConfigError(f"{folder} exists already; name a new folder")
@@ -74,18 +78,21 @@ def export(
             room = file_bytes
         groups[-1].append(name)
         room -= manifest.arrays[name].bytes
-    with _building(folder) as building:
+    with _temporary_folder(folder) as building:
         _write(building, checkpoint, groups, tell, tokenizer)
         building.rename(folder)
     return sorted(folder.glob("*.safetensors"))
 
 
 @contextmanager
-def _building(folder: Path) -> Iterator[Path]:
-    """The new folder that becomes `folder`. It is gone if the export fails; a kill leaves it for the next to remove."""
+def _temporary_folder(folder: Path) -> Iterator[Path]:
+    """Yields a new folder that the caller renames to `folder`.
+
+    Removes it if the export fails. If the export is killed, the next export removes it.
+    """
     building = folder.with_name(f".{folder.name}.building")
     if os.path.lexists(building):
-        _remove_left_over(building)
+        _remove_leftover(building)
     building.mkdir(parents=True)
     lock = os.open(building, os.O_RDONLY)
     try:
@@ -99,12 +106,17 @@ def _building(folder: Path) -> Iterator[Path]:
         os.close(lock)
 
 
-def _remove_left_over(building: Path) -> None:
-    """Removes what an export that was killed has left. Raises `ConfigError` if it is something else, or in use."""
-    found = None if building.is_symlink() or not building.is_dir() else sorted(path.name for path in building.iterdir())
-    foreign = "no folder" if found is None else next((name for name in found if not _OWN.fullmatch(name)), None)
-    if foreign is not None:
-        what = foreign if found is None else f"a folder with {printable(foreign)}"
+def _remove_leftover(building: Path) -> None:
+    """Removes the folder of an export that was killed. Raises `ConfigError` if it is something else, or in use."""
+    what = None
+    if building.is_symlink() or not building.is_dir():
+        what = "no folder"
+    else:
+        names = sorted(path.name for path in building.iterdir())
+        foreign = next((name for name in names if not _EXPORTED_NAME.fullmatch(name)), None)
+        if foreign is not None:
+            what = f"a folder with {printable(foreign)}"
+    if what is not None:
         raise ConfigError(f"{building} is in the way: it is {what}, which no export has left; move it, or name another")
     lock = os.open(building, os.O_RDONLY)
     try:
@@ -125,9 +137,11 @@ def _write(
     tell: Callable[[str], None],
     tokenizer: RunTokenizer | None,
 ) -> None:
-    """Writes everything into `building`, with a file of arrays for each group of names."""
-    manifest, names = checkpoint.manifest, [name for group in groups for name in group]
-    reader, places = Reader(checkpoint, names), {}
+    """Writes everything into `building`, with one file of arrays for each group of names."""
+    manifest = checkpoint.manifest
+    names = [name for group in groups for name in group]
+    reader = Reader(checkpoint, names)
+    weight_map = {}
     for number, group in enumerate(groups):
         path = building / (
             f"model-{number + 1:05d}-of-{len(groups):05d}.safetensors" if len(groups) > 1 else "model.safetensors"
@@ -136,25 +150,26 @@ def _write(
         for name in group:
             tell(name)
             tensors[_dotted(name)] = _read_verified(reader, checkpoint, name)
-            places[_dotted(name)] = path.name
+            weight_map[_dotted(name)] = path.name
         save_file(tensors, path, metadata={"format": "np", "run": manifest.run, "step": str(manifest.step)})
     total = sum(manifest.arrays[name].bytes for name in names)
-    index = {"metadata": {"total_size": total}, "weight_map": places}
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (building / _INDEX).write_text(json_text(index, indent=1, sort_keys=True) + "\n", encoding="utf-8")
     (building / _CONFIG).write_text(json_text(manifest.config, indent=1) + "\n", encoding="utf-8")
     if tokenizer is not None:
-        about = {"tokenizer": tokenizer.description, "vocab_size": tokenizer.vocab_size}
-        (building / _ABOUT_TOKENS).write_text(json_text(about, indent=1) + "\n", encoding="utf-8")
+        info = {"tokenizer": tokenizer.description, "vocab_size": tokenizer.vocab_size}
+        (building / _TOKENIZER_INFO).write_text(json_text(info, indent=1) + "\n", encoding="utf-8")
         if tokenizer.text is not None:
             (building / TOKENIZER_FILE).write_bytes(tokenizer.text.encode())
-    for path in sorted(building.glob("*.safetensors")):  # which are made for their owner alone, whatever the umask
+    # safetensors makes its files readable by their owner only, whatever the umask: give them the index's permissions.
+    for path in sorted(building.glob("*.safetensors")):
         path.chmod((building / _INDEX).stat().st_mode & 0o777)
 
 
 def _read_verified(reader: Reader, checkpoint: Committed, name: str) -> np.ndarray:
     array = reader.read(name)
-    found = digest.to_text(digest.block_digest(array, (0,) * array.ndim, array.shape))
-    if found != checkpoint.manifest.arrays[name].content:
+    content = digest.to_text(digest.block_digest(array, (0,) * array.ndim, array.shape))
+    if content != checkpoint.manifest.arrays[name].content:
         raise DamagedError(f"checkpoint {checkpoint.path}: array {name} is not what was saved")
     return array
 

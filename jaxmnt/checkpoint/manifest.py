@@ -1,7 +1,7 @@
-"""What is written beside the arrays of a checkpoint, sealed: whose it is and what has to be in it.
+"""The sealed manifest of a checkpoint: its run, its step and the arrays and files that it must contain.
 
-`jaxmnt.json` is written last, so it is the commit marker, too. Its seal is a SHA-256 of all that it says; a version
-that this program does not know is refused before anything else of it is looked at.
+`jaxmnt.json` is written last, so it is also the commit marker. Its seal is a SHA-256 of its content. An unknown format
+version is refused before anything else is interpreted.
 """
 
 import json
@@ -22,15 +22,15 @@ from jaxmnt.strict_json import finite, json_text
 MANIFEST_FILE = "jaxmnt.json"
 FORMAT_VERSION = 2
 _BRANCH_VERSION = 3
-"""Of a branch's checkpoints: their lineage has the rows where it goes on, which version 2 did not know."""
+"""Format version of a branch's checkpoints, whose lineage has rows of the data; version 2 cannot represent these."""
 
 
 class DamagedError(UserError):
-    """A checkpoint that is not what it was when it was committed. The text says what of it, and how that shows."""
+    """Raised for a checkpoint that differs from what was committed. The text says what is damaged and how it shows."""
 
 
 class OtherFormatError(ConfigError):
-    """A checkpoint of another format version, which must neither be read nor put aside."""
+    """Raised for a checkpoint of another format version, which must neither be read nor set aside."""
 
 
 @dataclass(frozen=True)
@@ -40,28 +40,29 @@ class Array:
     shape: tuple[int, ...]
     dtype: str
     content: str
-    """Digest of the elements and where they are: the same for the same content, see `digest.py`."""
+    """Digest of the elements and their positions, independent of run and step; see `digest.py`."""
 
     @property
     def bytes(self) -> int:
-        return _ITEM_BYTES[self.dtype] * math.prod(self.shape)
+        return _ELEMENT_BYTES[self.dtype] * math.prod(self.shape)
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint says of itself."""
+    """The description of a checkpoint that is stored with it."""
 
     run: str
+    """The run's id."""
     step: int
     arrays: dict[str, Array]
     config: dict[str, Any]
-    """The resolved config of the run at the time."""
+    """The resolved config of the run when it was saved."""
     tokens: int
-    """Real targets trained on."""
+    """Number of targets trained on, without padding."""
     data: dict[str, str]
-    """Digest of each source of data."""
+    """Digest of each data source."""
     loss: float | None
-    """Held-out loss at this step, if there was an evaluation."""
+    """Held-out loss at this step; None if it was not evaluated."""
     lineage: list[dict[str, Any]]
     """The runs and steps that this run was forked from, newest first."""
     time: float = 0.0
@@ -75,7 +76,7 @@ class Manifest:
 
     @property
     def eval_tokens(self) -> Any:
-        """Over how many tokens `loss` is the mean, as the config of its run says; None for all that is held out."""
+        """The limit on the tokens that `loss` is averaged over, from the run's config; None means all held-out data."""
         return self.config.get("train", {}).get("eval_tokens")
 
     @property
@@ -83,13 +84,13 @@ class Manifest:
         return json_digest(self.config)
 
     def bound_digest(self, name: str, content: str | None = None) -> str:
-        """The digest of an array (or of another content for it) together with its name, step and run."""
+        """Returns the digest of an array (or of another `content` for it) bound to its name, step and run."""
         array = self.arrays[name]
         return digest.bound(content or array.content, self.run, self.step, name, array.shape, array.dtype)
 
 
 def write(directory: StoragePath, manifest: Manifest, files: dict[str, list[Any]]) -> None:
-    """Commits a checkpoint: publishes its manifest, with `files` as `{path: [bytes, SHA-256 or null]}`."""
+    """Commits a checkpoint by publishing its manifest, with `files` as `{path: [bytes, SHA-256 or null]}`."""
     version = _BRANCH_VERSION if any("row" in parent for parent in manifest.lineage) else FORMAT_VERSION
     record = finite({"format": version, "manifest": to_plain(manifest), "files": files})
     record["seal"] = json_digest(record)
@@ -97,9 +98,9 @@ def write(directory: StoragePath, manifest: Manifest, files: dict[str, list[Any]
 
 
 def read(directory: StoragePath) -> tuple[Manifest, dict[str, list[Any]]]:
-    """The manifest of a checkpoint, and its files.
+    """Returns the manifest of a checkpoint, and its files.
 
-    Raises `DamagedError` if it is not there or not as it was written, and `OtherFormatError`.
+    Raises `DamagedError` if the manifest is missing or differs from what was written, and `OtherFormatError`.
     """
     try:
         record = json.loads(read_file(directory / MANIFEST_FILE).decode())
@@ -109,23 +110,24 @@ def read(directory: StoragePath) -> tuple[Manifest, dict[str, list[Any]]]:
         raise DamagedError(f"its {MANIFEST_FILE} is damaged") from None
     if not isinstance(record, dict):
         raise DamagedError(f"its {MANIFEST_FILE} is damaged")
-    version, seal = record.get("format"), record.pop("seal", None)
+    version = record.get("format")
+    seal = record.pop("seal", None)
     sealed = seal == json_digest(record)
-    # The first version had no seal; every later one has this seal.
-    known = version in (FORMAT_VERSION, _BRANCH_VERSION)
-    if type(version) is int and 0 < version < 1000 and not known and (sealed or seal is None):
+    # The first version had no seal; every later version has this one. Anything else is damage, not another version.
+    supported = version in (FORMAT_VERSION, _BRANCH_VERSION)
+    if type(version) is int and 0 < version < 1000 and not supported and (sealed or seal is None):
         newer = version > _BRANCH_VERSION
         raise OtherFormatError(
             f"checkpoint {directory} has format version {version}, this jaxmnt ({__version__}) reads {FORMAT_VERSION} "
             f"and {_BRANCH_VERSION}; "
             f"{'use a newer' if newer else 'use the older'} jaxmnt, or choose another directory"
         )
-    if not sealed or not known:
-        raise DamagedError(f"its {MANIFEST_FILE} is damaged: its seal does not fit what it says")
+    if not sealed or not supported:
+        raise DamagedError(f"its {MANIFEST_FILE} is damaged: its seal does not match its content")
     try:
         _Record.model_validate(record)
     except ValidationError as error:
-        raise DamagedError(f"its {MANIFEST_FILE} is damaged: {wrong_with(error)}") from None
+        raise DamagedError(f"its {MANIFEST_FILE} is damaged: {first_problem(error)}") from None
     manifest = from_plain(record["manifest"])
     for name, array in record["manifest"]["arrays"].items():
         if manifest.bound_digest(name) != array["digest"]:
@@ -135,32 +137,32 @@ def read(directory: StoragePath) -> tuple[Manifest, dict[str, list[Any]]]:
     return manifest, record["files"]
 
 
-def wrong_with(error: ValidationError) -> str:
-    """The first thing that is wrong with a record, in a line."""
+def first_problem(error: ValidationError) -> str:
+    """Describes the first validation error of a record in one line."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    place = ".".join(str(part) for part in first["loc"]) or "all of it"
-    return printable(f"{place[:200]}: {first['msg'][0].lower()}{first['msg'][1:]}")
+    field_path = ".".join(str(part) for part in first["loc"]) or "all of it"
+    return printable(f"{field_path[:200]}: {first['msg'][0].lower()}{first['msg'][1:]}")
 
 
 def from_plain(fields: dict[str, Any]) -> Manifest:
-    """The manifest from its values."""
+    """Returns the manifest with these plain fields, the inverse of `to_plain`."""
     fields = dict(fields)
     arrays = {name: Array(tuple(a["shape"]), a["dtype"], a["content"]) for name, a in fields["arrays"].items()}
     return Manifest(**{**fields, "arrays": arrays})
 
 
 def to_plain(manifest: Manifest) -> dict[str, Any]:
-    """Its values, each array with its bound digest."""
+    """Returns the fields as plain JSON types, each array with its bound digest."""
     fields = asdict(manifest)
     for name, array in fields["arrays"].items():
         array["digest"] = manifest.bound_digest(name)
     return fields
 
 
-_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int32": 4, "uint32": 4, "int8": 1, "uint8": 1, "bool": 1}
+_ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int32": 4, "uint32": 4, "int8": 1, "uint8": 1, "bool": 1}
 
 
-# What a sealed record may look like: a seal is no secret, so it says nothing about who wrote it.
+# The schema of a sealed record. Anybody can compute a seal, so a sealed record is validated like any other input.
 
 _Text = Annotated[str, Field(max_length=4096)]
 _Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+(/[A-Za-z0-9_-]+)*$", max_length=1000)]
@@ -172,20 +174,20 @@ class _Strict(BaseModel):
 
 
 class Parent(_Strict):
-    """A run and step that another was forked from."""
+    """A run and step that another run was forked from."""
 
     run: _Text
     step: _Count
     path: _Text
     row: _Count | None = None
-    """Rows that it had taken; None of branches that earlier versions made."""
+    """Rows that the parent had used; None in branches made by earlier versions."""
     used: dict[_Text, _Count] | None = None
-    """Rows that each of its sources had given."""
+    """Rows used of each source."""
 
 
 class _Array(_Strict):
     shape: list[_Count]
-    dtype: Annotated[str, Field(pattern=f"^({'|'.join(_ITEM_BYTES)})$")]
+    dtype: Annotated[str, Field(pattern=f"^({'|'.join(_ELEMENT_BYTES)})$")]
     content: _Text
     digest: _Text
 

@@ -1,5 +1,7 @@
-"""Naming a checkpoint: RUN, RUN@STEP, RUN@best, or its own directory. RUN is a run directory or where its checkpoints
-are; best is the lowest held-out loss."""
+"""Finds the checkpoint that a user names: RUN, RUN@STEP, RUN@best, or the checkpoint's own directory.
+
+RUN is a run directory or the directory of its checkpoints; best is the checkpoint with the lowest held-out loss.
+"""
 
 import json
 import os
@@ -17,7 +19,7 @@ from jaxmnt.checkpoint.commit import (
     step_of,
     valid_checkpoints,
 )
-from jaxmnt.checkpoint.manifest import MANIFEST_FILE, DamagedError, Parent, wrong_with
+from jaxmnt.checkpoint.manifest import MANIFEST_FILE, DamagedError, Parent, first_problem
 from jaxmnt.checkpoint.retention import best_first, comparable_losses
 from jaxmnt.config.schema import Config
 from jaxmnt.data.run_tokenizer import RunTokenizer, tokenizer_of_run
@@ -27,16 +29,16 @@ from jaxmnt.storage import StoragePath, is_link, is_there, read, storage_path
 CHECKPOINTS = "checkpoints"
 RUN_FILE = "run.json"
 HUGGING_FACE_FILE = "config.json"
-"""What the folder of a model of Hugging Face has, and no run directory."""
+"""A file that a Hugging Face model folder has, and a run directory does not."""
 BEST = "best"
 YAML_ERRORS = (yaml.YAMLError, ValueError, RecursionError)
-"""What reading YAML from a file that holds something else may raise."""
+"""Errors that reading YAML may raise if the file contains something else."""
 
 
 def find(text: str, argument: str) -> Committed:
-    """The whole checkpoint that `text` names; of a run without a step, the newest.
+    """Returns the valid checkpoint that `text` names: the newest one if `text` is a run without a step.
 
-    Raises `ConfigError`, naming `argument`, if there is none or it is not whole.
+    Raises `ConfigError`, which names `argument`, if there is none or it is not valid.
     """
     path = locate(text, argument)
     if path is None:
@@ -52,39 +54,42 @@ def find(text: str, argument: str) -> Committed:
 
 
 def locate(text: str, argument: str) -> StoragePath | None:
-    """The directory of the one checkpoint that `text` names; None if it names a run without a step."""
+    """Returns the directory of the checkpoint that `text` names; None if it names a run without a step."""
     run, at, named_step = text.rpartition("@")
+    # RUN@STEP
     step = step_of(named_step)
     if at and step is not None:
         root = checkpoint_root_of(run) / CHECKPOINTS
         path = root / str(step)
         if not path.is_dir():
-            known = ", ".join(str(number) for number, _ in step_directories(root)) or "none"
-            raise ConfigError(f"{argument}: {root} has no checkpoint of step {step}; there are: {known}")
+            steps = ", ".join(str(number) for number, _ in step_directories(root)) or "none"
+            raise ConfigError(f"{argument}: {root} has no checkpoint of step {step}; there are: {steps}")
         return path
+    # A checkpoint's own directory. It comes before RUN@best, because a directory's name may contain an @.
     named = storage_path(text)
     if (named / MANIFEST_FILE).exists():
         return named
     if at and named_step == BEST and not is_there(named):
         return _best(checkpoint_root_of(run) / CHECKPOINTS, argument)
-    where = checkpoint_root_of(text)
-    if not (where / CHECKPOINTS).is_dir():
-        if (where / RUN_FILE).exists():
-            raise ConfigError(f"{argument}: {where} has no checkpoint yet; train until there is one")
-        after = "; after @ comes a step, or best" if at else ""
-        folder = text.removeprefix("hf:")
-        if folder != text or is_there(where / HUGGING_FACE_FILE):
-            raise ConfigError(
-                f"{argument}: {text} must be a run: make one with python -m jaxmnt.convert from-hf {folder} RUN"
-            )
-        raise ConfigError(f"{argument}: {named} is neither a run directory nor a checkpoint; check the path{after}")
-    return None
+    # RUN
+    run_root = checkpoint_root_of(text)
+    if (run_root / CHECKPOINTS).is_dir():
+        return None
+    if (run_root / RUN_FILE).exists():
+        raise ConfigError(f"{argument}: {run_root} has no checkpoint yet; train until there is one")
+    hint = "; after @ comes a step, or best" if at else ""
+    folder = text.removeprefix("hf:")
+    if folder != text or is_there(run_root / HUGGING_FACE_FILE):
+        raise ConfigError(
+            f"{argument}: {text} must be a run: make one with python -m jaxmnt.convert from-hf {folder} RUN"
+        )
+    raise ConfigError(f"{argument}: {named} is neither a run directory nor a checkpoint; check the path{hint}")
 
 
 def _best(root: StoragePath, argument: str) -> StoragePath:
-    """The directory of the whole checkpoint with the lowest held-out loss.
+    """Returns the directory of the valid checkpoint with the lowest held-out loss.
 
-    Raises `ConfigError` if none has one.
+    Raises `ConfigError` if no checkpoint has a held-out loss.
     """
     if not root.is_dir():
         raise ConfigError(f"{argument}: {root.parent} is not a run directory with checkpoints; check the path")
@@ -101,28 +106,30 @@ def _best(root: StoragePath, argument: str) -> StoragePath:
 
 
 def checkpoint_root_of(run: str) -> StoragePath:
-    """Where a run's checkpoints are: in its run directory, or where the config in that says."""
+    """Returns the directory that has a run's checkpoints: its run directory, or `checkpoint.dir` of its config."""
     directory = storage_path(run)
     if isinstance(directory, Path):
         try:
             config = yaml.safe_load(read(directory / "config.yaml").decode())
-            elsewhere, start = config["checkpoint"]["dir"], _started_in(directory, config["run"]["dir"])
+            elsewhere = config["checkpoint"]["dir"]
+            start_folder = _start_folder(directory, config["run"]["dir"])
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError, *YAML_ERRORS, KeyError, TypeError):
-            elsewhere = None  # no run's config, or damaged: what is there, counts
+            elsewhere = None  # not a run's config, or a damaged one: look in the directory itself
         except OSError as error:
             raise ConfigError(
                 f"{error.filename} cannot be read: {error.strerror}; check that it is mounted and readable"
             ) from error
         if elsewhere and isinstance(elsewhere, str):
-            there = start / elsewhere if start and "://" not in elsewhere else None
-            return _of_the_same_run(directory, there if there and there.is_dir() else storage_path(elsewhere))
+            # A relative path counts from the folder that the run was started in.
+            relative = start_folder / elsewhere if start_folder and "://" not in elsewhere else None
+            return _root_of_same_run(directory, relative if relative and relative.is_dir() else storage_path(elsewhere))
     return directory
 
 
-def _of_the_same_run(directory: Path, elsewhere: StoragePath) -> StoragePath:
-    """Where this run's checkpoints are: `elsewhere`, or in what --fresh has set aside there.
+def _root_of_same_run(directory: Path, elsewhere: StoragePath) -> StoragePath:
+    """Returns the directory with this run's checkpoints: `elsewhere`, or a folder that --fresh has set aside there.
 
-    Raises `ConfigError` if neither is of the run that the directory is of.
+    Raises `ConfigError` if neither belongs to the run of `directory`.
     """
     ours, theirs = run_id(directory), run_id(elsewhere)
     if ours is None or theirs is None or ours == theirs:
@@ -139,7 +146,7 @@ def _of_the_same_run(directory: Path, elsewhere: StoragePath) -> StoragePath:
 
 
 class RunFile(BaseModel):
-    """What run.json says of a run."""
+    """The content of run.json."""
 
     model_config = ConfigDict(strict=True)
 
@@ -150,7 +157,7 @@ class RunFile(BaseModel):
     time: float = 0.0
     """Unix seconds of the first start."""
     begun_by: dict[str, str] = {}
-    """What tells the job that began it with --fresh from others."""
+    """Identifiers of the job that began the run with --fresh."""
 
     @property
     def parents(self) -> list[dict[str, Any]]:
@@ -158,60 +165,62 @@ class RunFile(BaseModel):
 
 
 def read_run(directory: StoragePath) -> RunFile | None:
-    """What run.json says; None if there is none, as in a new directory. Raises `ConfigError` if it is damaged."""
+    """Reads run.json; returns None if there is none, as in a new directory. Raises `ConfigError` if it is damaged."""
     path = directory / RUN_FILE
     try:
         return RunFile.model_validate(json.loads(read(path).decode()))
     except FileNotFoundError:
         if not is_link(path):
             return None
-        why = "it is a link to what is not there"
+        why = "it is a broken link"
     except ValidationError as error:
-        why = wrong_with(error)
+        why = first_problem(error)
     except (ValueError, RecursionError) as error:
         why = str(error)
     raise ConfigError(f"{path} is damaged ({why}); remove it: the run is then identified by its newest checkpoint")
 
 
 def tokenizer_of(text: str, checkpoint: Committed) -> RunTokenizer:
-    """The tokenizer that the run of a checkpoint keeps, which `text` names; of an older run, that of its data.
+    """Returns the tokenizer kept by the run of the checkpoint that `text` names; for older runs, that of its data.
 
-    Raises `ConfigError` if neither is there.
+    Raises `ConfigError` if neither exists.
     """
     config = checkpoint.config
-    return tokenizer_of_run(roots_of(text, checkpoint), config.data, folders_started_in(text, checkpoint, config))
+    return tokenizer_of_run(roots_of(text, checkpoint), config.data, start_folders(text, checkpoint, config))
 
 
-def folders_started_in(text: str, checkpoint: Committed, config: Config) -> list[Path]:
-    """The folders that a checkpoint's run, which `text` names, may have been started in: from there paths of its config
-    count. Empty if nothing tells.
+def start_folders(text: str, checkpoint: Committed, config: Config) -> list[Path]:
+    """Returns the folders in which the run of the checkpoint that `text` names may have been started.
+
+    Relative paths of its config are relative to that folder. Empty if it cannot be determined.
     """
     assert config.run.dir is not None
     roots = [root for root in roots_of(text, checkpoint) if isinstance(root, Path)]
-    found = [_started_in(root, config.run.dir) for root in roots]
-    return [folder for folder in found if folder is not None]
+    folders = [_start_folder(root, config.run.dir) for root in roots]
+    return [folder for folder in folders if folder is not None]
 
 
 def roots_of(text: str, checkpoint: Committed) -> list[StoragePath]:
-    """Where the checkpoint's run may be: where `text` says, and where the checkpoint is."""
+    """Returns the possible directories of the checkpoint's run: the one that `text` names, and the checkpoint's own."""
     run, at, step = text.rpartition("@")
     return [storage_path(run if at and step_of(step) is not None else text), checkpoint.path.absolute().parent.parent]
 
 
-def _started_in(directory: Path, configured: str) -> Path | None:
-    """The folder that a run was started in, from which the paths of its config count: the one in which its directory
-    is what `run.dir` says. None if that does not tell.
+def _start_folder(directory: Path, configured: str) -> Path | None:
+    """Returns the folder that a run was started in, to which the paths of its config are relative.
+
+    It is the folder in which `configured`, the run's `run.dir`, is `directory`. None if that cannot be determined.
     """
     run_dir = Path(os.path.normpath(configured))
     if run_dir.is_absolute() or run_dir.parts[:1] == ("..",):
         return None
-    for found in (directory.absolute(), directory.resolve()):
-        if found.parts[-len(run_dir.parts) :] == run_dir.parts:
-            return found.parents[len(run_dir.parts) - 1]
+    for path in (directory.absolute(), directory.resolve()):
+        if path.parts[-len(run_dir.parts) :] == run_dir.parts:
+            return path.parents[len(run_dir.parts) - 1]
     return None
 
 
 def run_id(directory: StoragePath) -> str | None:
-    """The id of the run whose checkpoints are here; None where there is no run.json to tell."""
-    known = read_run(directory)
-    return None if known is None else known.run
+    """Returns the id of the run whose checkpoints are in `directory`; None if it has no run.json."""
+    run_file = read_run(directory)
+    return None if run_file is None else run_file.run

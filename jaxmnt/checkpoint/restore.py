@@ -1,4 +1,4 @@
-"""Restoring: from files onto the devices of any mesh, compared with what was digested when it was saved."""
+"""Restores a state from files onto the devices of any mesh, and verifies it by the digests taken when it was saved."""
 
 import json
 import time
@@ -27,21 +27,21 @@ from jaxmnt.strict_json import json_text
 State = dict[str, Any]
 
 _Pieces = dict[tuple[tuple[int, int], ...], list[SingleDeviceSharding]]
-"""Pieces of an array, by where each dimension of them begins and ends, with the devices that hold each."""
+"""The devices that hold each piece of an array, by the (start, end) of each of its dimensions."""
 
 _BYTES_IN_FLIGHT = (16 << 20) * cores()
-"""Asked for and not on a device yet. More than the cores can work on only costs memory, and time to get it."""
+"""Limit on bytes requested and not yet on a device. More than the cores can process only costs memory and time."""
 _SECONDS = 3600.0
-"""How long processes wait for each other, some of which may read much more slowly."""
+"""Timeout for other processes, some of which may read much more slowly."""
 
 
 @dataclass(frozen=True)
 class Restored:
-    """A state, and what it took to get it."""
+    """A restored state, and the bytes and seconds that it took."""
 
     state: State
     bytes: int
-    """Read by this process."""
+    """Bytes read by this process."""
     read_seconds: float
     verify_seconds: float
 
@@ -49,41 +49,45 @@ class Restored:
 def restore(
     checkpoint: Committed, abstract: State, identity: Identity, *, verify: bool = True, spread: bool = False
 ) -> Restored:
-    """The arrays of `abstract` from `checkpoint`, on its shardings, whatever wrote it.
+    """Restores the arrays of `abstract` from `checkpoint`, on its shardings, whatever mesh wrote the checkpoint.
 
     `abstract` may leave out parts of the state. With `spread`, replicas read a share each and get the rest from each
     other. All processes return, or all raise: `ConfigError` if the checkpoint is of another model, `DamagedError` if it
     is not what was saved, `UserError` if its files cannot be reached.
     """
-    wanted = named(abstract)
-    check_fit(checkpoint, wanted)
+    leaves = named(abstract)
+    check_fit(checkpoint, leaves)
+    # Read. A failure is raised in all processes, so that none waits for another one.
     started = time.perf_counter()
     where = f"restore {checkpoint.step} of {checkpoint.manifest.run} at {checkpoint.path.name}"
     arrays = {}
     trouble = None
-    placed = {name: _spread(leaf.shape, leaf.sharding) if spread else leaf.sharding for name, leaf in wanted.items()}
+    shardings = {name: _spread(leaf.shape, leaf.sharding) if spread else leaf.sharding for name, leaf in leaves.items()}
     try:
-        arrays = _read(Reader(checkpoint, placed), placed, checkpoint.manifest)
+        arrays = _read(Reader(checkpoint, shardings), shardings, checkpoint.manifest)
     except UserError as error:
         trouble = error
-    read_seconds = time.perf_counter() - started  # not the waiting for slower processes
+    read_seconds = time.perf_counter() - started  # without the time spent waiting for slower processes
     raise_together(f"{where}: read", trouble, identity)
+    # Verify by digests, which each device computes of its own piece.
     started = time.perf_counter()
-    if verify and (wrong := differing(where, checkpoint.manifest, arrays, identity)):
-        raise DamagedError(f"array {listed(wrong, 1)} is not what was saved: its digest is another one")
+    if verify and (wrong := mismatched_arrays(where, checkpoint.manifest, arrays, identity)):
+        raise DamagedError(f"array {listed(wrong, 1)} is not what was saved: its digest differs")
     verify_seconds = time.perf_counter() - started
-    taken = sum(shard.data.nbytes for array in arrays.values() for shard in array.addressable_shards)
-    for name, leaf in wanted.items():
-        if placed[name] != leaf.sharding:
+    bytes_read = sum(shard.data.nbytes for array in arrays.values() for shard in array.addressable_shards)
+    # Give replicas the shares that the others have read. One array at a time: to save memory, and because CPU devices
+    # may run collectives of several programs in different orders.
+    for name, leaf in leaves.items():
+        if shardings[name] != leaf.sharding:
             arrays[name] = jax.jit(lambda array: array, out_shardings=leaf.sharding)(arrays[name])
-            jax.block_until_ready(arrays[name])  # one at a time: for the memory, and because of CPU devices
-    return Restored(like(abstract, arrays), taken, read_seconds, verify_seconds)
+            jax.block_until_ready(arrays[name])
+    return Restored(like(abstract, arrays), bytes_read, read_seconds, verify_seconds)
 
 
-def check_fit(checkpoint: Committed, wanted: dict[str, Any]) -> None:
-    """Raises `ConfigError` if the checkpoint does not hold these arrays: it is of another model or optimizer."""
+def check_fit(checkpoint: Committed, leaves: dict[str, Any]) -> None:
+    """Raises `ConfigError` if the checkpoint lacks one of these arrays: it is of another model or optimizer."""
     stored = checkpoint.manifest.arrays
-    for name, leaf in wanted.items():
+    for name, leaf in leaves.items():
         if name not in stored:
             raise ConfigError(
                 f"checkpoint {checkpoint.path} does not fit this config: it lacks {name}; use the model settings "
@@ -98,37 +102,37 @@ def check_fit(checkpoint: Committed, wanted: dict[str, Any]) -> None:
             )
 
 
-def _read(reader: Reader, placed: dict[str, NamedSharding], manifest: Manifest) -> dict[str, Array]:
-    """Each piece that this process's devices hold, read once; so many at a time as memory allows."""
-    shards: dict[str, list[Array]] = {name: [] for name in placed}
-    under_way: deque[tuple[str, np.ndarray, Any, list[SingleDeviceSharding]]] = deque()
+def _read(reader: Reader, shardings: dict[str, NamedSharding], manifest: Manifest) -> dict[str, Array]:
+    """Reads each piece that this process's devices hold once, with at most `_BYTES_IN_FLIGHT` bytes in flight."""
+    shards: dict[str, list[Array]] = {name: [] for name in shardings}
+    pending: deque[tuple[str, np.ndarray, Any, list[SingleDeviceSharding]]] = deque()
     in_flight = 0
 
     def finish_oldest() -> int:
-        name, memory, reading, targets = under_way.popleft()
+        name, memory, reading, targets = pending.popleft()
         reader.finish(name, reading)
         copies = [jax.device_put(memory, target) for target in targets]
         jax.block_until_ready(copies)
         shards[name] += copies
         return memory.nbytes
 
-    for name, sharding in placed.items():
+    for name, sharding in shardings.items():
         for index, targets in _pieces(manifest.arrays[name].shape, sharding).items():
             memory, reading = reader.start(name, [slice(*bounds) for bounds in index])
-            under_way.append((name, memory, reading, targets))
+            pending.append((name, memory, reading, targets))
             in_flight += memory.nbytes
             while in_flight > _BYTES_IN_FLIGHT:
                 in_flight -= finish_oldest()
-    while under_way:
+    while pending:
         finish_oldest()
     return {
         name: jax.make_array_from_single_device_arrays(manifest.arrays[name].shape, sharding, shards[name])
-        for name, sharding in placed.items()
+        for name, sharding in shardings.items()
     }
 
 
 def _pieces(shape: Shape, sharding: NamedSharding) -> _Pieces:
-    """The different pieces that this process's devices hold, each with where it goes."""
+    """Returns the distinct pieces that this process's devices hold, each with the devices that it goes to."""
     pieces: _Pieces = {}
     for device, index in sharding.addressable_devices_indices_map(shape).items():
         assert index is not None
@@ -139,9 +143,9 @@ def _pieces(shape: Shape, sharding: NamedSharding) -> _Pieces:
 
 
 def _spread(shape: Shape, sharding: NamedSharding) -> NamedSharding:
-    """The sharding with the axes over which the array is replicated put to the first dimension that they divide."""
+    """Returns the sharding with each axis that replicates the array moved to the first dimension that it divides."""
     mesh = sharding.mesh
-    split = [() if names is None else (names,) if isinstance(names, str) else tuple(names) for names in sharding.spec]
+    split = [(names,) if isinstance(names, str) else tuple(names or ()) for names in sharding.spec]
     split += [()] * (len(shape) - len(split))
     used = {name for names in split for name in names}
     for axis in mesh.axis_names:
@@ -155,25 +159,25 @@ def _spread(shape: Shape, sharding: NamedSharding) -> NamedSharding:
     return NamedSharding(mesh, P(*(names or None for names in split)), memory_kind=sharding.memory_kind)
 
 
-def differing(where: str, manifest: Manifest, arrays: dict[str, Array], identity: Identity) -> list[str]:
-    """The names of those of `arrays` that are not what the manifest says, in all processes.
+def mismatched_arrays(where: str, manifest: Manifest, arrays: dict[str, Array], identity: Identity) -> list[str]:
+    """Returns, in all processes, the names of the arrays whose digest differs from the manifest's.
 
-    `where` is the same in all processes, and new.
+    `where` names the exchange between processes: it must be equal in all of them, and used once.
     """
 
-    def wrong_by(shares: list[str]) -> str:
-        found = digest.decode(sorted(arrays), shares)
-        different = lambda name: manifest.bound_digest(name, found[name]) != manifest.bound_digest(name)
-        return json_text([name for name in sorted(arrays) if different(name)])
+    def mismatches(shares: list[str]) -> str:
+        contents = digest.decode(sorted(arrays), shares)
+        differs = lambda name: manifest.bound_digest(name, contents[name]) != manifest.bound_digest(name)
+        return json_text([name for name in sorted(arrays) if differs(name)])
 
     share = digest.encode(start_digests(arrays).wait())
-    return [str(name) for name in json.loads(agree(f"{where}: digests", share, wrong_by, identity, _SECONDS))]
+    return [str(name) for name in json.loads(agree(f"{where}: digests", share, mismatches, identity, _SECONDS))]
 
 
 def raise_together(name: str, trouble: UserError | None, identity: Identity) -> None:
-    """Raises the trouble of the first process that has any, in all of them; without ending the run."""
+    """Raises in all processes the error of the first process that has one, as an error that does not end the run."""
     kind = "" if trouble is None else "damaged" if isinstance(trouble, DamagedError) else "other"
-    first = lambda told: next((text for text in told if text), "")
+    first = lambda messages: next((text for text in messages if text), "")
     if verdict := agree(name, f"{kind} {trouble}" if trouble else "", first, identity, _SECONDS):
         kind, _, text = verdict.partition(" ")
         raise (DamagedError if kind == "damaged" else UserError)(text)

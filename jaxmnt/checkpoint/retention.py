@@ -1,4 +1,4 @@
-"""Which checkpoints are kept, when the next is due, and the room that it needs."""
+"""Decides which checkpoints to keep and when the next one is due, and estimates the space that it needs."""
 
 import math
 import os
@@ -17,20 +17,23 @@ _SHORTEST_SECONDS = 60.0
 
 
 def steps_to_keep(losses: Mapping[int, float | None], settings: Checkpoint) -> set[int]:
-    """Of the steps that have a checkpoint, each with its held-out loss, those that stay.
+    """Returns the steps whose checkpoints to keep: the newest, every Nth and the best.
 
-    The newest, every Nth and the best.
+    `losses` has the held-out loss of each step that has a checkpoint.
     """
     steps = sorted(losses)
-    stay = set(steps[-settings.keep :])
+    keep = set(steps[-settings.keep :])
     if settings.keep_every_steps:
-        stay |= {step for step in steps if step % settings.keep_every_steps == 0}
-    return stay | set(best_first(losses)[: settings.keep_best])
+        keep |= {step for step in steps if step % settings.keep_every_steps == 0}
+    return keep | set(best_first(losses)[: settings.keep_best])
 
 
 def comparable_losses(checkpoints: Sequence[Committed]) -> dict[int, float | None]:
-    """The held-out losses by step, oldest first. None for those that were not evaluated, or not on as many tokens as
-    the newest that was: a mean over another part of what is held out is another number."""
+    """Returns the held-out losses by step, oldest first.
+
+    None for checkpoints that were not evaluated, or on another number of tokens than the newest one that was: means
+    over different parts of the held-out data are not comparable.
+    """
     manifests = [checkpoint.manifest for checkpoint in checkpoints]
     newest = next((manifest for manifest in reversed(manifests) if manifest.loss is not None), None)
     comparable = lambda manifest: newest is not None and manifest.eval_tokens == newest.eval_tokens
@@ -38,22 +41,22 @@ def comparable_losses(checkpoints: Sequence[Committed]) -> dict[int, float | Non
 
 
 def best_first(losses: Mapping[int, float | None]) -> list[int]:
-    """The steps that have a held-out loss, the lowest first; at a tie the newer one is the better."""
-    known = [(loss, -step) for step, loss in losses.items() if loss is not None and math.isfinite(loss)]
-    return [-step for _, step in sorted(known)]
+    """Returns the steps that have a finite held-out loss, the lowest first; among equal losses, the newer first."""
+    ranking = [(loss, -step) for step, loss in losses.items() if loss is not None and math.isfinite(loss)]
+    return [-negated_step for _, negated_step in sorted(ranking)]
 
 
 @dataclass
 class SaveTimer:
-    """Says when the next save is due by time. Told of monotonic seconds, so that no clock set back delays a save."""
+    """Decides when the next save is due by time. Uses monotonic time, so that a clock set back delays no save."""
 
     minutes: float | Literal["auto"] | None
     mean_seconds: float
-    """Between failures; for auto."""
+    """Mean seconds between failures; used with "auto"."""
     last: float
-    """When the last save began, or the run did."""
+    """Monotonic time at which the last save began, or the run."""
     seconds: float | None = None
-    """The interval in force; None with auto until the cost of a save is known."""
+    """The current interval; None with "auto" until the cost of a save is known."""
 
     def __post_init__(self) -> None:
         if isinstance(self.minutes, float | int):
@@ -65,7 +68,7 @@ class SaveTimer:
         return self.seconds is None or now - self.last >= self.seconds
 
     def cost(self, blocked_seconds: float, whole_seconds: float) -> None:
-        """A save blocked training for so long, and took so long in all: there is no use in saving more often."""
+        """Records the cost of a save: how long it blocked training, and its duration, the shortest useful interval."""
         if self.minutes == "auto":
             self.seconds = max(
                 _SHORTEST_SECONDS, whole_seconds, best_interval(max(blocked_seconds, 1e-3), self.mean_seconds)
@@ -73,33 +76,33 @@ class SaveTimer:
 
 
 _PARTS = 3
-"""A state has these parts, each in a database of its own."""
+"""Number of parts of a state; each has its own database."""
 
 _OVERHEAD = 1.02
-"""Orbax's own files, and file systems that round up."""
+"""Allowance for Orbax's own files and for file systems that round sizes up."""
 
-_NAMED = 5
-"""So many of what could be removed are named."""
+_MOST_LISTED = 5
+"""Number of removable files that a message lists."""
 
 
 @dataclass(frozen=True)
 class SpaceNeeded:
-    """What one checkpoint takes."""
+    """The bytes and files that one checkpoint needs."""
 
     bytes: int
     files: int
 
 
 def need(state_bytes: int, processes: int) -> SpaceNeeded:
-    """The predicted need of a state of `state_bytes`, written by so many processes."""
+    """Predicts the space that a checkpoint of `state_bytes` needs, if this number of processes writes it."""
     per_process = 8 + state_bytes // max(1, processes) // (2 << 30)  # data, metadata; data files of up to 2 GiB
     return SpaceNeeded(int(state_bytes * _OVERHEAD) + (1 << 20), _PARTS * (8 + processes * per_process))
 
 
-def shortage(root: StoragePath, wanted: SpaceNeeded, checkpoints: int = 1) -> str | None:
-    """What is missing for so many more checkpoints under `root`, in words; None if they fit.
+def shortage(root: StoragePath, needed: SpaceNeeded, checkpoints: int = 1) -> str | None:
+    """Describes the space that is missing for this number of further checkpoints under `root`; None if they fit.
 
-    Nothing is ever missing at an address.
+    Object storage is taken to be unlimited.
     """
     if not isinstance(root, Path):
         return None
@@ -108,12 +111,12 @@ def shortage(root: StoragePath, wanted: SpaceNeeded, checkpoints: int = 1) -> st
         existing = existing.parent
     status = os.statvfs(existing)
     free, inodes = status.f_bavail * status.f_frsize, status.f_favail
-    wanted_bytes, wanted_files = wanted.bytes * checkpoints, wanted.files * checkpoints
-    if free < wanted_bytes:
-        short = f"{size(free)} are free in {root}, {size(wanted_bytes)} are needed, {size(wanted_bytes - free)} more"
-    # Some file systems have no fixed number of inodes and say 0.
-    elif status.f_files and inodes < wanted_files:
-        short = f"{inodes} inodes are free in {root}, {wanted_files} are needed"
+    needed_bytes, needed_files = needed.bytes * checkpoints, needed.files * checkpoints
+    if free < needed_bytes:
+        short = f"{size(free)} are free in {root}, {size(needed_bytes)} are needed, {size(needed_bytes - free)} more"
+    # File systems without a fixed number of inodes report 0.
+    elif status.f_files and inodes < needed_files:
+        short = f"{inodes} inodes are free in {root}, {needed_files} are needed"
     else:
         return None
     removable = _removable(root)
@@ -121,11 +124,13 @@ def shortage(root: StoragePath, wanted: SpaceNeeded, checkpoints: int = 1) -> st
 
 
 def _removable(root: Path) -> list[str]:
-    """What takes room there and need not, with its size: what was set aside, then checkpoints before the newest."""
+    """Lists files that could be removed, with their sizes: damaged checkpoints, then those before the newest one."""
     present = sorted(root.iterdir()) if root.is_dir() else []
     aside = [path for path in present if ".damaged" in path.name and step_of(path.name.partition(".")[0]) is not None]
     newest = newest_valid(root)
     older = [path for step, path in step_directories(root) if newest is not None and step < newest.step]
-    taking = [(path.name, sum(files(path).values())) for path in [*aside, *older] if not is_link(path)]
-    named = [f"{name} ({size(taken)})" for name, taken in taking if taken]
-    return [*named[:_NAMED], f"{len(named) - _NAMED} more"] if len(named) > _NAMED else named
+    sizes = [(path.name, sum(files(path).values())) for path in [*aside, *older] if not is_link(path)]
+    listed = [f"{name} ({size(bytes_used)})" for name, bytes_used in sizes if bytes_used]
+    if len(listed) > _MOST_LISTED:
+        return [*listed[:_MOST_LISTED], f"{len(listed) - _MOST_LISTED} more"]
+    return listed

@@ -1,9 +1,8 @@
 """Saving the train state in the background. The only module that imports Orbax.
 
-Who does what: the main thread has Orbax copy the state off the devices (on CPU it keeps views of it, and the next
-step works in other memory) and starts the digests; a thread of each process waits
-for Orbax; then all processes tell process 0 how it went for them, and only if it went well everywhere does process 0
-commit, prune what is not to be kept, and tell the others.
+The main thread has Orbax copy the state off the devices (on CPU Orbax keeps views of it, and the next step works in
+other memory) and starts the digests. A background thread of each process waits for Orbax. Then every process reports
+to process 0 whether it succeeded. Only if all did, process 0 commits, prunes old checkpoints and tells the others.
 """
 
 import asyncio
@@ -24,7 +23,15 @@ import jax
 from orbax.checkpoint import v1 as ocp
 
 from jaxmnt.checkpoint.arrays import Reader
-from jaxmnt.checkpoint.commit import Committed, begin, commit, open_checkpoint, prune, remove_cut_off, valid_checkpoints
+from jaxmnt.checkpoint.commit import (
+    Committed,
+    begin,
+    commit,
+    open_checkpoint,
+    prune,
+    remove_unfinished,
+    valid_checkpoints,
+)
 from jaxmnt.checkpoint.device_digest import start_digests
 from jaxmnt.checkpoint.digest import decode, encode
 from jaxmnt.checkpoint.manifest import Array, Manifest
@@ -39,25 +46,28 @@ from jaxmnt.storage import Address, StoragePath, is_link
 State = dict[str, Any]
 
 _SECONDS = 1800.0
-"""How long processes wait for each other's writing."""
+"""Timeout for the other processes to finish writing."""
 _POLL_SECONDS = 1.0
-_STRAY_SECONDS = 30.0
-"""How long a save waits for the writing of one that failed, where that would write into its own files."""
+_FAILED_WRITE_SECONDS = 30.0
+"""Timeout for the writes of a failed save in a bucket, which would go into the files of the next save."""
 _CHUNK_BYTES = 16 << 20
 _ORBAX_WAITED = "/jax/checkpoint/sync_global_devices_duration_sec"
 
 
-# Orbax logs each failure with tracebacks; here it is reported once, in words.
+# Orbax logs each failure with tracebacks; we report it once, as a plain message.
 logging.getLogger("absl").addFilter(lambda record: "orbax" not in record.pathname)
-# Orbax does not wait for what it has begun when a save fails; that it failed is reported once, in words.
+# Orbax does not await its unfinished coroutines when a save fails; we report the failure once, as a plain message.
 warnings.filterwarnings("ignore", r"coroutine '\w+\.save_checkpointables\..*' was never awaited", RuntimeWarning)
 
 
 class _Loop(asyncio.SelectorEventLoop):
-    """An event loop for Orbax. When a save fails, Orbax closes its loop while TensorStore still writes; TensorStore's
-    threads then print a traceback for each write whose end they cannot tell the loop of. Nobody waits for these."""
+    """An event loop for Orbax that ignores callbacks after it is closed.
 
-    # Its type in typeshed is more general than what a caller can use.
+    When a save fails, Orbax closes its loop while TensorStore still writes. TensorStore's threads would print a
+    traceback for each write that they then report to the closed loop, although nothing waits for these writes.
+    """
+
+    # typeshed's type is more general than what a caller can use.
     def call_soon_threadsafe(  # type: ignore[override]
         self, callback: Any, *args: Any, context: Any = None
     ) -> asyncio.Handle:
@@ -70,43 +80,44 @@ class _Loop(asyncio.SelectorEventLoop):
 
 
 _orbax_asyncio: Any = import_module("orbax.checkpoint._src.asyncio_utils")
-# The module asyncio as Orbax sees it: new event loops are ours.
+# Makes Orbax create our event loops.
 _orbax_asyncio.asyncio = SimpleNamespace(**vars(asyncio) | {"new_event_loop": _Loop})
 
 
 @dataclass(frozen=True)
 class SaveResult:
-    """How a save went."""
+    """The outcome of a save."""
 
     step: int
     failure: str | None
-    """Why there is no checkpoint of this step, in words; None if there is."""
+    """Why there is no checkpoint of this step; None if there is one."""
     not_removed: str | None
-    """Why older checkpoints could not be removed, in words, as process 0 knows; None if they could."""
+    """Why older checkpoints could not be removed; None if they could, and in processes other than 0."""
     seconds: float
-    """From its beginning to its commit."""
+    """Seconds from the start of the save to its commit."""
     bytes: int
+    """Size of the state."""
 
 
 class _Waits:
-    """How long Orbax has waited for other processes, as it tells JAX's monitoring."""
+    """Adds up how long Orbax has waited for other processes, as it reports to JAX's monitoring."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
         self._lock = threading.Lock()
-        jax.monitoring.register_event_duration_secs_listener(self._heard)
+        jax.monitoring.register_event_duration_secs_listener(self._on_event)
 
-    def _heard(self, event: str, duration_secs: float, **_: Any) -> None:
+    def _on_event(self, event: str, duration_secs: float, **_: Any) -> None:
         if event == _ORBAX_WAITED:
             with self._lock:
-                self.seconds += max(0.0, duration_secs)  # by a clock that may be set meanwhile
+                self.seconds += max(0.0, duration_secs)  # Orbax's clock may be set back meanwhile
 
 
 _waits = functools.cache(_Waits)
 
 
 class Saver:
-    """Asynchronous saves, one at a time. A step is on disk when it is committed, see `commit.py`."""
+    """Saves asynchronously, one save at a time. A checkpoint counts once it is committed, see `commit.py`."""
 
     def __init__(
         self,
@@ -116,7 +127,7 @@ class Saver:
         identity: Identity,
         confirm: Callable[[], None] = lambda: None,
     ):
-        """`confirm` raises `UserError` if this job may not write there any more. Called by process 0."""
+        """`confirm` raises `UserError` if this job may no longer write to `root`. Only process 0 calls it."""
         self._root = root.absolute()
         self._settings = settings
         self._need = need
@@ -124,33 +135,33 @@ class Saver:
         self._confirm = confirm
         self._thread: threading.Thread | None = None
         self._saved: SaveResult | None = None
-        self._lost: BaseException | None = None
+        self._error: BaseException | None = None
+        """An unexpected error of the background thread, which the main thread raises."""
         self._not_removed: str | None = None
         self.prepared_seconds = 0.0
-        """How long process 0 has worked for all so far, before they could begin."""
+        """Seconds that process 0 has spent preparing saves so far, while the other processes waited."""
         _waits()
-        self._stray: Any = None
-        """Orbax's part of a save that has failed elsewhere: it may still be writing."""
+        self._failed_write: Any = None
+        """Orbax's response for a save that failed in another process: it may still be writing."""
 
     @property
     def waited_seconds(self) -> float:
-        """How long Orbax has waited for other processes so far."""
+        """Seconds that Orbax has waited for other processes so far."""
         return _waits().seconds
 
     @property
     def busy(self) -> bool:
-        """Whether a save is under way."""
+        """True while a save is in progress."""
         return self._thread is not None and self._thread.is_alive()
 
     def save(self, step: int, state: State, describe: Callable[[dict[str, Array]], Manifest]) -> None:
-        """Starts to save `state` as `step`.
+        """Starts to save `state` as `step`. Call `result` for the outcome, before another save.
 
-        The state is free to be donated afterwards. `describe` makes the manifest once the digests are known.
-        `result` says later how it went. An earlier save must have been waited for.
+        The state may be donated afterwards. `describe` makes the manifest from the arrays once their digests are known.
         """
         assert self._thread is None and self._saved is None, "the result of the save before was not taken"
         started = time.perf_counter()
-        self._wait_for_strays()
+        self._wait_for_failed_write()
         preparing = time.perf_counter()
         prepared = self._prepare(step)
         self.prepared_seconds += time.perf_counter() - preparing
@@ -159,106 +170,111 @@ class Saver:
             self._saved = SaveResult(step, refusal, None, time.perf_counter() - started, 0)
             return
         arrays = named(state)
-        round = Vote("a save", self._identity, _SECONDS)
+        vote = Vote("a save", self._identity, _SECONDS)
         response = None
         try:
-            with _context():
+            with _orbax_context():
                 response = ocp.save_checkpointables_async(str(self._root / str(step)), nested(arrays))
         except Exception as error:
-            round.fail(_in_words(error))
-        digests = start_digests(arrays)  # after Orbax: on CPU it would compete with it for the cores
+            vote.fail(_describe_error(error))
+        # After Orbax's copies: on CPU the digests would compete with these for the cores.
+        digests = start_digests(arrays)
         described = {name: Array(tuple(array.shape), str(array.dtype), "") for name, array in arrays.items()}
 
         def finish() -> None:
             try:
-                if response is not None and _written(response, round):
-                    round.answer(encode(digests.wait()))
+                if response is not None and _wait_until_written(response, vote):
+                    vote.answer(encode(digests.wait()))
                 else:
-                    self._stray = response
-                failure = round.conclude(
+                    self._failed_write = response
+                failure = vote.conclude(
                     lambda answers: self._commit(step, describe(_with_contents(described, answers)))
                 )
                 size = sum(array.bytes for array in described.values())
                 self._saved = SaveResult(step, failure, self._not_removed, time.perf_counter() - started, size)
-            except BaseException as error:  # handed to the main thread, which raises it
-                self._lost = error
+            except BaseException as error:  # the main thread raises it in `result`
+                self._error = error
 
         self._thread = threading.Thread(target=finish, name=f"save {step}")
         self._thread.start()
 
     def result(self, *, wait: bool = False) -> SaveResult | None:
-        """How the last save went, once; None while it is under way or when there was none.
+        """Returns the outcome of the last save, once; None while it is in progress or if there was none.
 
-        Raises `PeerError` if another process was lost over it.
+        Raises `PeerError` if another process was lost during the save.
         """
         if self._thread is not None and (wait or not self._thread.is_alive()):
             self._thread.join()
             self._thread = None
         if self._thread is not None:
             return None
-        if self._lost is not None:
-            lost, self._lost = self._lost, None
-            raise lost
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
         saved, self._saved = self._saved, None
         return saved
 
-    def _wait_for_strays(self) -> None:
-        """In a bucket Orbax writes in place, so what it still writes of a failed try would get into the next."""
-        if self._stray is not None and isinstance(self._root, Address):
-            with contextlib.suppress(Exception):  # that it failed is known
-                self._stray.result(timeout=_STRAY_SECONDS)
-        self._stray = None
+    def _wait_for_failed_write(self) -> None:
+        """Waits for the writes of a failed save: in a bucket Orbax writes in place, so they would damage the next."""
+        if self._failed_write is not None and isinstance(self._root, Address):
+            with contextlib.suppress(Exception):  # the failure was reported already
+                self._failed_write.result(timeout=_FAILED_WRITE_SECONDS)
+        self._failed_write = None
 
     def _prepare(self, step: int) -> str | None:
-        """Clears the way, on process 0: what stands in it (empty: nothing)."""
+        """Makes room for the save, on process 0. Returns why the save cannot begin; empty if it can."""
         if self._identity.process_id != 0:
             return None
         try:
             self._confirm()
             self._root.mkdir(parents=True, exist_ok=True)
-            _, left = remove_cut_off(self._root, keep_notes=True)
-            self._not_removed = "; ".join(left) or None
+            _, not_removed = remove_unfinished(self._root, keep_notes=True)
+            self._not_removed = "; ".join(not_removed) or None
             short = shortage(self._root, self._need)
             if not short:
                 begin(self._root / str(step))
             return short or ""
         except (OSError, UserError) as error:
-            return _in_words(error)
+            return _describe_error(error)
 
     def _commit(self, step: int, manifest: Manifest) -> str:
-        """Commits, then prunes, on process 0. What failed of the commit, or nothing: a checkpoint stands by then."""
+        """Commits, then prunes, on process 0. Returns why the commit failed; empty if the checkpoint is committed."""
         path = self._root / str(step)
         try:
-            Reader(Committed(path, manifest)).open_all()  # Orbax may leave some out with no more than a warning
+            Reader(Committed(path, manifest)).open_all()  # Orbax may omit arrays and only log a warning
             self._confirm()
             commit(path, manifest)
         except (OSError, UserError) as error:
-            if not _stands(path, manifest):  # or only the answer to the last write was lost
-                return _in_words(error)
+            if not _is_committed(path, manifest):  # it is if only the response to the last write was lost
+                return _describe_error(error)
+        # A failure to prune does not make the save fail.
         try:
-            own = [found for found in valid_checkpoints(self._root, manifest.run) if not is_link(found.path)]
-            prune(own, steps_to_keep(comparable_losses(own), self._settings))
+            valid = valid_checkpoints(self._root, manifest.run)
+            prunable = [checkpoint for checkpoint in valid if not is_link(checkpoint.path)]
+            prune(prunable, steps_to_keep(comparable_losses(prunable), self._settings))
         except OSError as error:
-            self._not_removed = "; ".join(filter(None, [self._not_removed, _in_words(error)]))
+            self._not_removed = "; ".join(filter(None, [self._not_removed, _describe_error(error)]))
         return ""
 
 
-def _written(response: Any, round: Vote) -> bool:
-    """Waits until Orbax is done, or until some process has failed. Those that wait for it in Orbax's barrier would
-    hear of it after minutes only."""
+def _wait_until_written(response: Any, vote: Vote) -> bool:
+    """Waits until Orbax is done, or any process has failed. Returns True if this process has written its part.
+
+    A process that waits in Orbax's barrier would learn of another's failure only after minutes.
+    """
     while True:
         try:
             response.result(timeout=_POLL_SECONDS)
             return True
         except TimeoutError:
-            if round.has_failed():
+            if vote.has_failed():
                 return False
         except Exception as error:
-            round.fail(_in_words(error))
+            vote.fail(_describe_error(error))
             return False
 
 
-def _stands(path: StoragePath, manifest: Manifest) -> bool:
+def _is_committed(path: StoragePath, manifest: Manifest) -> bool:
     try:
         return open_checkpoint(path, manifest.run).manifest == manifest
     except (OSError, UserError):
@@ -270,23 +286,25 @@ def _with_contents(arrays: dict[str, Array], answers: list[str]) -> dict[str, Ar
     return {name: replace(array, content=contents[name]) for name, array in arrays.items()}
 
 
-def _in_words(error: BaseException) -> str:
+def _describe_error(error: BaseException) -> str:
+    """Describes a failed write in one line. Raises errors of devices and other processes, which must not be retried."""
     if isinstance(error, PeerError | jax.errors.JaxRuntimeError):
-        raise error  # not the disk: a device or another process
+        raise error
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
     system = re.search(r'"([^"]+)": .*: ([^:]+) \[os_error_code=', str(error))
-    if system:  # TensorStore's account of an OSError
+    if system:  # TensorStore's message for an OSError
         return f"{system[2]}: {system[1]}"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     return ": ".join(lines if isinstance(error, OSError) else lines[:1])[:300]
 
 
-def _context() -> Any:
+def _orbax_context() -> Any:
     context = ocp.Context()
     # Weights hardly compress (7 % with zstd), and compression makes a save three times as long.
     context.array.saving.use_compression = False
-    # A mesh that cuts otherwise reads whole chunks to get a part of one.
+    # A mesh with other shardings must read whole chunks to get a part of one.
     context.array.saving.storage_options.chunk_byte_size = _CHUNK_BYTES
-    context.array.saving.enable_write_sharding_file = False  # nobody reads it: a mesh brings its own shardings
+    # A restore uses the shardings of its own mesh, so nothing reads the file.
+    context.array.saving.enable_write_sharding_file = False
     return context

@@ -1,4 +1,4 @@
-"""What `python -m jaxmnt.checkpoint` prints of checkpoints."""
+"""The commands of `python -m jaxmnt.checkpoint`, which print what they find."""
 
 import argparse
 import sys
@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from jaxmnt.checkpoint.commit import open_checkpoint, out_of_reach, step_directories, unfinished
+from jaxmnt.checkpoint.commit import open_checkpoint, step_directories, unfinished, unreachable_steps
 from jaxmnt.checkpoint.export import export, verify
 from jaxmnt.checkpoint.manifest import DamagedError, to_plain
 from jaxmnt.checkpoint.refs import CHECKPOINTS, checkpoint_root_of, find, locate, run_id, tokenizer_of
@@ -22,12 +22,13 @@ from jaxmnt.units import size
 def _list(options: argparse.Namespace) -> int:
     root = checkpoint_root_of(options.run) / CHECKPOINTS
     if not root.is_dir():
-        checkpoint = find(options.run, "run")  # raises what is missing
+        checkpoint = find(options.run, "run")  # raises an error that says what is missing
         raise ConfigError(
             f"run: {options.run} is a checkpoint; give the directory of its run to list all of them, "
             f"{checkpoint.path.parent.parent}"
         )
-    run, rows = run_id(root.parent), []
+    run = run_id(root.parent)
+    rows = []
     for step, path in step_directories(root):
         try:
             manifest = open_checkpoint(path, run).manifest
@@ -36,7 +37,7 @@ def _list(options: argparse.Namespace) -> int:
             continue
         loss = "" if manifest.loss is None else f"{manifest.loss:.4f}"
         rows.append((str(step), "whole", size(manifest.bytes), loss, _date(manifest.time), _linked(path)))
-    rows += [(str(step), "away", "", "", "", _linked(path)) for step, path in out_of_reach(root)]
+    rows += [(str(step), "away", "", "", "", _linked(path)) for step, path in unreachable_steps(root)]
     aside = sorted(path.name for path in root.iterdir() if "." in path.name[1:] and path.is_dir())
     if options.json:
         keys = ("step", "state", "size", "held_out_loss", "written", "why")
@@ -60,22 +61,22 @@ def _verify(options: argparse.Namespace) -> int:
     if not paths:
         raise ConfigError(f"checkpoint: {options.checkpoint} has no checkpoints; check the path")
     bad = 0
-    for one in paths:
+    for directory in paths:
         started = time.perf_counter()
         try:
-            checkpoint = verify(one, run, progress)
+            checkpoint = verify(directory, run, progress)
         except DamagedError as damage:
             progress("")
-            if path is None and (doing := unfinished(one)):
-                print(f"{one}: no checkpoint, {doing}")
+            if path is None and (doing := unfinished(directory)):
+                print(f"{directory}: no checkpoint, {doing}")
                 continue
             bad += 1
-            print(f"{one}: NOT WHOLE: {damage}")
+            print(f"{directory}: NOT WHOLE: {damage}")
             continue
         progress("")
         manifest = checkpoint.manifest
         seconds = time.perf_counter() - started
-        print(f"{one}: whole, {len(manifest.arrays)} arrays, {size(manifest.bytes)} read in {seconds:.1f} s")
+        print(f"{directory}: whole, {len(manifest.arrays)} arrays, {size(manifest.bytes)} read in {seconds:.1f} s")
     return ExitCode.FAILURE if bad else ExitCode.FINISHED
 
 
@@ -106,28 +107,29 @@ def _show(options: argparse.Namespace) -> int:
 
 
 def _diff(options: argparse.Namespace) -> int:
-    """By the manifests alone: the digest of a content is the same in any run and at any step."""
-    one, other = (find(text, "checkpoint") for text in (options.first, options.second))
-    first, second, config_changes = one.manifest, other.manifest, changes(one.config, other.config)
+    """Compares two checkpoints by their manifests: equal contents have equal digests in any run and at any step."""
+    checkpoint_1, checkpoint_2 = (find(text, "checkpoint") for text in (options.first, options.second))
+    config_changes = changes(checkpoint_1.config, checkpoint_2.config)
+    first, second = checkpoint_1.manifest, checkpoint_2.manifest
     print(printable(f"1: step {first.step} of run {first.run}    2: step {second.step} of run {second.run}"))
     for change in config_changes:
         print(printable(f"config  {change.key}: {change.values} ({RESUME_LABELS[change.resume]})"))
     for source in sorted(first.data.keys() | second.data.keys()):
         if first.data.get(source) != second.data.get(source):
-            print(f"data    {printable(source)} holds something else")
-    before, now = first.arrays, second.arrays
-    for label, names in (("only 1", before.keys() - now.keys()), ("only 2", now.keys() - before.keys())):
+            print(f"data    {printable(source)} has different content")
+    arrays_1, arrays_2 = first.arrays, second.arrays
+    for label, names in (("only 1", arrays_1.keys() - arrays_2.keys()), ("only 2", arrays_2.keys() - arrays_1.keys())):
         for name in sorted(names):
             print(f"{label}  {name}")
-    alike = []
-    for name in sorted(before.keys() & now.keys()):
-        a, b = before[name], now[name]
+    comparable = []
+    for name in sorted(arrays_1.keys() & arrays_2.keys()):
+        a, b = arrays_1[name], arrays_2[name]
         if (a.shape, a.dtype) == (b.shape, b.dtype):
-            alike.append(name)
+            comparable.append(name)
         else:
             print(f"kind    {name}: {a.dtype}{list(a.shape)} → {b.dtype}{list(b.shape)}")
-    different = [name for name in alike if before[name].content != now[name].content]
-    print(f"content {len(alike) - len(different)} arrays are the same bit for bit, {len(different)} are not")
+    different = [name for name in comparable if arrays_1[name].content != arrays_2[name].content]
+    print(f"content {len(comparable) - len(different)} arrays are the same bit for bit, {len(different)} are not")
     if options.verbose:
         for name in different:
             print(f"content {name}")
@@ -140,7 +142,7 @@ def _export(options: argparse.Namespace) -> int:
     checkpoint = find(options.checkpoint, "checkpoint")
     try:
         tokenizer = tokenizer_of(options.checkpoint, checkpoint)
-    except ConfigError as error:  # a run from before runs kept theirs, without its data here
+    except ConfigError as error:  # an older run without its own tokenizer, whose data is not available here
         tokenizer = None
         print(f"note    the export has no tokenizer: {error}", file=sys.stderr)
     files = export(checkpoint, options.output, int(options.file_gb * 1e9), progress, tokenizer)

@@ -84,7 +84,7 @@ class FaultInjector:
                 # When the next batch is staged, the devices are busy with a step.
                 "mid-step": (Feed, "stage", _on_call(fault.offset + 1, act)),
                 "idle": (Feed, "take", _on_call(fault.offset, later(_IDLE_SECONDS / 2))),
-                "save": (saver, "_written", _on_call(fault.offset, act)),
+                "save": (saver, "_wait_until_written", _on_call(fault.offset, act)),
                 "restore": (starting_state, "restore", later(_SOON_SECONDS)),
                 "compile": (compiling, "compile_program", later(_SOON_SECONDS)),
                 "prefetch": (TrainingData, "batch", _on_call(fault.offset, act)),

@@ -40,9 +40,9 @@ def _check(config: Config, options: Namespace, identity: Identity, work: Work) -
     from jaxmnt.distributed.termination import ExitHandler
     from jaxmnt.preflight.checks import all_rows
     from jaxmnt.preflight.links import configure_nccl_logs
-    from jaxmnt.run.compile_cache import keep_programs_of_one_cpu_alone
+    from jaxmnt.run.compile_cache import cache_single_cpu_programs_only
 
-    keep_programs_of_one_cpu_alone()
+    cache_single_cpu_programs_only()
     exit_handler = ExitHandler(identity.label)
     nccl_logs = config.run_dir / "preflight" if options.nccl_debug else None
     if nccl_logs is not None:

@@ -1,1 +1,1 @@
-"""What surrounds the loop: the run directory, evaluation, and the request to stop."""
+"""The training loop and what surrounds it: the run directory, evaluation, and the request to stop."""

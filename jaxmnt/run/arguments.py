@@ -9,12 +9,12 @@ from jaxmnt.plan.dry_run import add_arguments, check_arguments
 
 _DESCRIPTION = """python -m jaxmnt.train --config FILE [key=value …]
 
-Trains a language model, from the start or from where it stopped. One such process runs on each host.
+Trains a language model, from the start or from where it stopped. Run one such process on each host.
 """
 
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
-    """Raises `ConfigError` for arguments that make no sense, alone or together."""
+    """Parses the arguments. Raises `ConfigError` for arguments that are invalid, alone or in combination."""
     from jaxmnt.config.describe import help_text
 
     if (topic := _help_topic(arguments)) is not None:
@@ -29,12 +29,12 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
         "--replay",
         metavar="FROM:TO",
         type=replay_range,
-        help="take these steps of the run again from its checkpoint FROM, and compare",
+        help="repeat these steps of the run from its checkpoint FROM, and compare the results",
     )
     parser.add_argument(
-        "--accept-changes", action="store_true", help="go on with a run although the config alters its maths"
+        "--accept-changes", action="store_true", help="continue a run although the config alters its maths"
     )
-    parser.add_argument("--fresh", action="store_true", help="set the run in run.dir aside, and begin another there")
+    parser.add_argument("--fresh", action="store_true", help="set the run in run.dir aside, and begin a new one there")
     add_arguments(parser)
     parser.add_settings()
     options: argparse.Namespace = parser.parse_intermixed_args(arguments)
@@ -47,16 +47,16 @@ def _asks_for_help(arguments: list[str]) -> bool:
 
 
 def _help_topic(arguments: list[str]) -> str | None:
-    """What stands behind --help; None if nothing does."""
-    place = next((place for place, text in enumerate(arguments) if text in ("-h", "--help")), len(arguments))
-    behind = arguments[place + 1 : place + 2]
-    is_topic = behind and not behind[0].startswith("-") and "=" not in behind[0]
-    return behind[0] if is_topic else None
+    """Returns the topic after --help; None if there is none."""
+    position = next((index for index, text in enumerate(arguments) if text in ("-h", "--help")), len(arguments))
+    following = arguments[position + 1 : position + 2]
+    is_topic = following and not following[0].startswith("-") and "=" not in following[0]
+    return following[0] if is_topic else None
 
 
 def replay_range(text: str) -> tuple[int, int]:
-    """The step of a checkpoint and a later step, from FROM:TO."""
-    found = re.fullmatch(r"([0-9]{1,18}):([0-9]{1,18})", text)
-    if not found or int(found[1]) >= int(found[2]):
+    """Parses FROM:TO into the step of a checkpoint and a later step. Raises `ConfigError`."""
+    match = re.fullmatch(r"([0-9]{1,18}):([0-9]{1,18})", text)
+    if not match or int(match[1]) >= int(match[2]):
         raise ConfigError(f"--replay: {text!r} is not FROM:TO, a checkpoint's step and a later one, such as 500:510")
-    return int(found[1]), int(found[2])
+    return int(match[1]), int(match[2])

@@ -1,4 +1,4 @@
-"""What it means for a run that has trained that its config or its data has changed."""
+"""Judges changes of the config or the data of a run that has already trained."""
 
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ from jaxmnt.run.branch import order_at
 from jaxmnt.run.rundir import unreadable_is_retryable
 
 LARGEST_FACTOR = 1.5
-"""A learning rate that changes by more, up or down, without anybody's having named it, has to be accepted."""
+"""The learning rate may change by this factor, up or down, as a side effect; a larger jump must be accepted."""
 
 RATE_KEYS = frozenset(
     {
@@ -30,36 +30,37 @@ RATE_KEYS = frozenset(
         "optimizer.decay_fraction",
     }
 )
-"""Keys that the schedule of the learning rate follows from."""
+"""Keys that determine the learning rate schedule."""
 
 _BAD_STEPS = "bad_steps/total"
 
 
-def with_choices_of(config: Config, before: Config) -> Config:
-    """Returns the config with what the run whose config was `before` began with: `ORIGIN_KEYS`, and what `auto` came to
-    for the keys of `RESOLVED_AUTO_KEYS`."""
+def inherit_choices(config: Config, before: Config) -> Config:
+    """Returns the config with the choices of the run whose config was `before`: its origin (`ORIGIN_KEYS`), and its values
+    for settings that are `auto` (`RESOLVED_AUTO_KEYS`)."""
     mesh = config.mesh
-    chosen: dict[str, Any] = {"run.fork_from": before.run.fork_from, "run.init_from": before.run.init_from}
+    inherited: dict[str, Any] = {"run.fork_from": before.run.fork_from, "run.init_from": before.run.init_from}
     if mesh.zero == "auto" and not (mesh.prefetch and before.mesh.zero != 3):
-        chosen["mesh.zero"] = before.mesh.zero
+        inherited["mesh.zero"] = before.mesh.zero
     if config.train.eval_tokens == "auto":
-        # A run that still has auto is of a version that evaluated on all that was held out.
+        # A run whose config still says auto was made by a version that evaluated on all held-out data.
         limit = before.train.eval_tokens
-        chosen["train.eval_tokens"] = None if limit == "auto" else limit
-    return config.changed(chosen)
+        inherited["train.eval_tokens"] = None if limit == "auto" else limit
+    return config.changed(inherited)
 
 
 def refuse_changes(config: Config, digests: dict[str, str], checkpoint: Committed, different: list[Change]) -> None:
-    """Raises `ConfigError` if this config cannot go on with this run directory whatever a person says."""
+    """Raises `ConfigError` if a run cannot be continued with this config, not even with --accept-changes."""
     _refuse_other_origin(config, checkpoint)
     if breaking := [change for change in different if change.resume == "breaks"]:
+        # Another vocabulary has a message of its own: its cause is the data, not the config.
         other_data = different_data(checkpoint.manifest.data, digests)
         if other_data and all(change.key == "model.vocab_size" for change in breaking):
             raise ConfigError(
                 f"data: it has another vocabulary than the data of {config.run.dir} ({breaking[0].values} ids), so "
                 "another tokenizer made it; give the data of the run, or choose another run.dir for a new run"
             )
-        # A branch keeps the parameters and their optimizer, whatever data they are trained on.
+        # A branch keeps the parameters and the optimizer's state, so it may change the data but not the model.
         may_branch = all(change.key == "seed" or change.key.startswith("data.") for change in breaking)
         branch = f" with {_branch_from(config, checkpoint)} to branch off here" if may_branch else " for a new run"
         raise ConfigError(
@@ -78,7 +79,7 @@ def refuse_changes(config: Config, digests: dict[str, str], checkpoint: Committe
 
 
 def _refuse_other_origin(config: Config, checkpoint: Committed) -> None:
-    """Raises `ConfigError` if the config names another run to begin with than this run began with."""
+    """Raises `ConfigError` if the config names another origin (fork_from, init_from) than this run began with."""
     for key in ("fork_from", "init_from"):
         before, now = getattr(checkpoint.config.run, key), getattr(config.run, key)
         if now is not None and now != before:
@@ -90,7 +91,7 @@ def _refuse_other_origin(config: Config, checkpoint: Committed) -> None:
 
 
 def refuse_other_data(config: Config, digests: dict[str, str], checkpoint: Committed) -> None:
-    """Raises `ConfigError` if a run cannot go on from its checkpoint with data of these digests."""
+    """Raises `ConfigError` if a run cannot continue from its checkpoint with data of these digests."""
     if different := different_data(checkpoint.manifest.data, digests):
         raise ConfigError(
             f"data: {config.run.dir} has a checkpoint of step {checkpoint.step} that cannot be continued with "
@@ -103,31 +104,32 @@ def _branch_from(config: Config, checkpoint: Committed) -> str:
     return as_typed("run.fork_from", f"{config.run.dir}@{checkpoint.step}")
 
 
-def to_be_accepted(
+def unaccepted_changes(
     config: Config, checkpoint: Committed, different: list[Change], accepted: dict[str, Any]
 ) -> list[Change]:
-    """What alters the maths of a run under way and is not `accepted`, by key, at an earlier start.
+    """Returns the changes that alter the maths of an unfinished run and were not accepted at an earlier start.
 
-    What is planned passes, see `CHANGEABLE_MATHS`, unless it lets the learning rate jump. So does everything once the
-    run has finished, since nothing comes of it.
+    `accepted` has the accepted values by key. Planned changes (`CHANGEABLE_MATHS`) need no acceptance unless the learning rate
+    jumps. Once the run has finished no change needs acceptance, since it has no effect.
     """
     if checkpoint.step >= config.train.steps:
         return []
     keys = {change.key for change in different}
     planned = set(CHANGEABLE_MATHS)
-    if "data.weight_changes" in keys and _other_weights_behind(config, checkpoint):
+    if "data.weight_changes" in keys and _past_weights_differ(config, checkpoint):
         planned.remove("data.weight_changes")
     if "train.steps" in keys and steps_make_jump(checkpoint, config):
         planned.remove("train.steps")
-    found = [change for change in different if change.resume == "maths" and change.key not in planned]
-    return [change for change in found if change.key not in accepted or accepted[change.key] != change.now]
+    unplanned = [change for change in different if change.resume == "maths" and change.key not in planned]
+    return [change for change in unplanned if change.key not in accepted or accepted[change.key] != change.now]
 
 
-def not_accepted(config: Config, checkpoint: Committed, asked: list[Change]) -> str:
-    """A refusal to go on with these changes."""
-    run, keys = config.run.dir, {change.key for change in asked}
+def unaccepted_message(config: Config, checkpoint: Committed, unaccepted: list[Change]) -> str:
+    """Returns the error message for changes that need --accept-changes."""
+    run = config.run.dir
+    keys = {change.key for change in unaccepted}
     rate = rate_change(checkpoint, config) if keys & RATE_KEYS else None
-    listed = _listed(asked) if rate is None else f"{_listed(asked)}; {rate}"
+    listed = _listed(unaccepted) if rate is None else f"{_listed(unaccepted)}; {rate}"
     keep = f"; {rate_advice(checkpoint, rate)}" if rate and "train.steps" in keys else ""
     return (
         f"run.dir: {run} is at step {checkpoint.step} of {config.train.steps}, and these changes alter its maths: "
@@ -137,7 +139,7 @@ def not_accepted(config: Config, checkpoint: Committed, asked: list[Change]) -> 
 
 
 def refuse_stop(config: Config, checkpoint: Committed, where: str) -> None:
-    """Raises `ConfigError` if `train.stop_after` leaves nothing to do after this checkpoint, which `where` is at."""
+    """Raises `ConfigError` if `train.stop_after` leaves no steps after this checkpoint, the position of `where`."""
     stop = config.train.stop_after
     if stop is not None and stop <= checkpoint.step:
         raise ConfigError(
@@ -147,9 +149,9 @@ def refuse_stop(config: Config, checkpoint: Committed, where: str) -> None:
 
 
 def refuse_skips(config: Config, checkpoint: Committed) -> None:
-    """Raises `ConfigError` if rows that were trained on are passed over now, or those passed over are taken in."""
-    before, now = (SkippedRanges(skipped_ranges(of.data)) for of in (checkpoint.config, config))
-    reached = _reached(checkpoint)
+    """Raises `ConfigError` if `data.skip` changes for rows that were already trained on or skipped."""
+    before, now = (SkippedRanges(skipped_ranges(settings.data)) for settings in (checkpoint.config, config))
+    reached = _first_unread_row(checkpoint)
     if before.ranges_below(reached) != now.ranges_below(reached):
         raise ConfigError(
             f"data.skip: at step {checkpoint.step} of {checkpoint.path} all rows before {reached} have been "
@@ -158,8 +160,8 @@ def refuse_skips(config: Config, checkpoint: Committed) -> None:
         )
 
 
-def numbering(config: Config) -> Any:
-    """What the numbers of rows depend on, besides the data."""
+def row_numbering(config: Config) -> Any:
+    """Returns the settings that determine which row has which number, besides the data."""
     data = config.data
     return config.seed, data.sequence_length, data.rows, data.shuffle
 
@@ -169,46 +171,51 @@ def _listed(different: list[Change]) -> str:
 
 
 def different_data(before: dict[str, str], now: dict[str, str]) -> str:
-    """Which sources differ in what they hold, in words; empty if none does. A folder may have moved."""
-    found = [f"{name} was added" for name in now if name not in before]
-    found += [f"{name} was removed" for name in before if name not in now]
-    found += [
+    """Describes which sources differ in their content; empty if none does. The same content may have moved.
+
+    `before` and `now` have the digest of each source by name.
+    """
+    differences = [f"{name} was added" for name in now if name not in before]
+    differences += [f"{name} was removed" for name in before if name not in now]
+    differences += [
         f"{name} holds something else than before"
         for name in now
         if name in before and not same_digest(before[name], now[name])
     ]
-    return ", ".join(found)
+    return ", ".join(differences)
 
 
-def same_digest(one: str, other: str) -> bool:
-    """Whether two digests of a source agree as far as both go: that of a dataset is short until it is indexed."""
-    return one.startswith(other) or other.startswith(one)
+def same_digest(first: str, second: str) -> bool:
+    """True if one digest is a prefix of the other: a dataset's digest is short until the dataset is indexed."""
+    return first.startswith(second) or second.startswith(first)
 
 
-def _other_weights_behind(config: Config, checkpoint: Committed) -> bool:
-    """Whether weights are changed for rows that were read already: then others would be read twice, and some never."""
-    reached, order = _reached(checkpoint), order_at(checkpoint)
-    behind = lambda one: [change for change in one.data.weight_changes if order.rows_taken(change.from_step) < reached]
-    return bool(behind(checkpoint.config) != behind(config))
+def _past_weights_differ(config: Config, checkpoint: Committed) -> bool:
+    """True if weights change for rows that were already read: some rows would be read twice, and others never."""
+    reached, order = _first_unread_row(checkpoint), order_at(checkpoint)
+    is_past = lambda change: order.rows_taken(change.from_step) < reached
+    past = lambda settings: [change for change in settings.data.weight_changes if is_past(change)]
+    return bool(past(checkpoint.config) != past(config))
 
 
-def _reached(checkpoint: Committed) -> int:
-    """The number of the first row that is neither trained on nor passed over."""
-    before = SkippedRanges(skipped_ranges(checkpoint.config.data))
-    return int(before.row_numbers(np.array([order_at(checkpoint).rows_taken(checkpoint.manifest.step) - 1]))[0]) + 1
+def _first_unread_row(checkpoint: Committed) -> int:
+    """Returns the number of the first row that is neither trained on nor skipped at the checkpoint."""
+    skipped = SkippedRanges(skipped_ranges(checkpoint.config.data))
+    last_taken = order_at(checkpoint).rows_taken(checkpoint.manifest.step) - 1
+    return int(skipped.row_numbers(np.array([last_taken]))[0]) + 1
 
 
 def digest_of_data(config: Config) -> str:
-    """Of all that `data` names, opened."""
+    """Opens the sources of the config and returns their common digest."""
     with unreadable_is_retryable(config):
         return open_sources(config.data).digest
 
 
-# -- what a change does to the learning rate of the next step
+# -- how a change affects the learning rate of the next step
 
 
 class RateChange(NamedTuple):
-    """The learning rate of the next step, before a change of the config and with it."""
+    """The learning rate of the next step, without a change of the config and with it."""
 
     step: int
     before: float
@@ -216,7 +223,7 @@ class RateChange(NamedTuple):
 
     @property
     def is_jump(self) -> bool:
-        """Whether the rate changes by more than `LARGEST_FACTOR`."""
+        """True if the rate changes by more than `LARGEST_FACTOR`."""
         low, high = sorted((self.before, self.now))
         return high > LARGEST_FACTOR * low
 
@@ -225,31 +232,32 @@ class RateChange(NamedTuple):
 
 
 def rate_change(checkpoint: Committed, config: Config) -> RateChange | None:
-    """What this config does to the rate of the step after a checkpoint; None if it stays as it is."""
+    """Returns how this config changes the rate of the step after a checkpoint; None if it does not."""
     earlier = checkpoint.config
-    return _between(checkpoint, (earlier.optimizer, earlier.train.steps), (config.optimizer, config.train.steps))
+    before = (earlier.optimizer, earlier.train.steps)
+    return _compare_schedules(checkpoint, before, (config.optimizer, config.train.steps))
 
 
 def rate_remarks(checkpoint: Committed, config: Config) -> list[str]:
-    """The changed rate of the next step as a line for people, if it changes."""
+    """Returns a message on the changed rate of the next step, if it changes."""
     change = rate_change(checkpoint, config)
     return [] if change is None else [str(change)]
 
 
 def steps_make_jump(checkpoint: Committed, config: Config) -> bool:
-    """Whether the rate jumps because of another `train.steps`, whatever else has changed as well."""
+    """True if the change of `train.steps` makes the rate jump, regardless of other changes."""
     earlier = checkpoint.config
     if earlier.train.steps == config.train.steps:
         return False
     # A schedule cannot be shorter than its warm-up.
     fits = config.optimizer.warmup_steps < earlier.train.steps
     before = (config.optimizer if fits else earlier.optimizer, earlier.train.steps)
-    change = _between(checkpoint, before, (config.optimizer, config.train.steps))
+    change = _compare_schedules(checkpoint, before, (config.optimizer, config.train.steps))
     return change is not None and change.is_jump
 
 
 def rate_advice(checkpoint: Committed, change: RateChange) -> str:
-    """How a run is trained for longer without a jump of its learning rate, in words."""
+    """Returns advice on how to train a run for longer without a jump of its learning rate."""
     keep = (
         f"to keep the rate, set optimizer.schedule=constant and optimizer.learning_rate={change.before:.3g} with "
         "--accept-changes"
@@ -262,25 +270,26 @@ def rate_advice(checkpoint: Committed, change: RateChange) -> str:
     return f"{keep}; or go back to where the rate was higher, with another run.dir and {origin} (its oldest checkpoint)"
 
 
-def _between(
+def _compare_schedules(
     checkpoint: Committed, before: tuple[OptimizerConfig, int], now: tuple[OptimizerConfig, int]
 ) -> RateChange | None:
+    """Compares the rates that two schedules, (optimizer, steps), give the step after a checkpoint."""
     if before == now:
         return None
     from jaxmnt.training.optimizer import build_lr_schedule  # imports JAX, which most callers do not need
 
-    updates = _updates(checkpoint)
+    updates = _update_count(checkpoint)
     rates = [float(build_lr_schedule(*schedule)(updates)) for schedule in (before, now)]
     return None if rates[0] == rates[1] else RateChange(checkpoint.step + 1, *rates)
 
 
-def _updates(checkpoint: Committed) -> int:
-    """Updates of the optimizer before a checkpoint, which the schedule counts: bad steps are none."""
-    if _BAD_STEPS not in checkpoint.manifest.arrays:  # of an earlier version
+def _update_count(checkpoint: Committed) -> int:
+    """Returns the number of optimizer updates before a checkpoint, which the schedule counts, without bad steps."""
+    if _BAD_STEPS not in checkpoint.manifest.arrays:  # written by an earlier version
         return checkpoint.step
     from jaxmnt.checkpoint.arrays import Reader
 
     try:
         return checkpoint.step - int(Reader(checkpoint, [_BAD_STEPS]).read(_BAD_STEPS))
     except DamagedError:
-        return checkpoint.step  # restoring finds the damage, names it and goes back to an earlier checkpoint
+        return checkpoint.step  # the restore will report the damage and go back to an earlier checkpoint

@@ -1,7 +1,7 @@
-"""The folder of compiled programs. What is in it is executed, so nobody else may write to it.
+"""The folder of compiled programs. Its content is executed, so no other user may write to it.
 
-Each entry begins with a seal, the SHA-256 of its key and its content: JAX would run whatever stands under a name, and
-never write an entry again whose file is there, whatever it holds.
+Each entry begins with a seal, the SHA-256 of its key and its content. Without it JAX would execute any content of an
+entry's file, and would never replace a damaged entry.
 """
 
 import functools
@@ -20,29 +20,34 @@ import numpy as np
 from jaxmnt.errors import ConfigError, remark
 
 _SEALED = "-sealed"
-"""At the end of our keys, so that another program that uses the same folder reads none of our entries."""
+"""Suffix of our keys, so that other programs that share the folder do not read our entries."""
 _OTHERS_MAY_WRITE = 0o022
 _FOLDER = "compiled"
 _CPU_LINES = {"vendor_id", "cpu family", "model", "model name", "stepping", "flags", "Features", "CPU part"}
-"""Lines of /proc/cpuinfo that say which instructions there are."""
+"""Lines of /proc/cpuinfo that identify the instruction set."""
 
 
 def use_compile_cache(folder: str | None, run_dir: Path) -> None:
-    """Keeps compiled programs, and on GPUs what XLA found by trying kernels, in `folder`, which is made private if it
-    is not there, whatever the umask. The default is the folder that JAX's own variable names, else on GPUs one in
-    `run_dir`: a restart that tried kernels anew might choose others, whose last digits differ. On CPUs it is one in the
-    user's cache, for this kind of CPU alone: another's programs may hold instructions that this one does not have.
-    Programs of several CPU devices are not kept.
+    """Keeps compiled programs, and on GPUs XLA's autotuning results, in `folder`, which is created as private whatever
+    the umask.
 
-    Raises `ConfigError` if it is somebody else's, or if its group or all may write to it.
+    By default it is the folder that JAX's own variable names. Else, on GPUs, it is one in `run_dir`: a restart that
+    autotunes again may choose other kernels, whose last digits differ. On CPUs it is one in the user's cache, for this
+    kind of CPU only: programs compiled for another may use instructions that this one lacks. Programs of several CPU
+    devices are not cached.
+
+    Raises `ConfigError` if the folder belongs to another user, or if its group or all users may write to it.
     """
-    keep_programs_of_one_cpu_alone()
-    on_cpu, told = jax.default_backend() == "cpu", _told_to_jax()
-    ours = folder or (None if told else _cpu_folder() if on_cpu else str(run_dir / _FOLDER))
-    chosen = ours or told
-    if chosen is None or "://" in chosen:
+    cache_single_cpu_programs_only()
+    on_cpu = jax.default_backend() == "cpu"
+    jax_folder = _jax_cache_folder()
+    ours = folder or None
+    if not ours and not jax_folder:
+        ours = _cpu_folder() if on_cpu else str(run_dir / _FOLDER)
+    cache_folder = ours or jax_folder
+    if cache_folder is None or "://" in cache_folder:
         return
-    path = Path(chosen)
+    path = Path(cache_folder)
     key = "run.compile_cache" if ours else "JAX_COMPILATION_CACHE_DIR"
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -66,45 +71,48 @@ def use_compile_cache(folder: str | None, run_dir: Path) -> None:
 
 
 @functools.cache
-def keep_programs_of_one_cpu_alone() -> None:
-    """Programs of several CPU devices are compiled at every start, also where JAX's own variable names a folder.
+def cache_single_cpu_programs_only() -> None:
+    """Excludes programs of several CPU devices from the compile cache, also from the folder of JAX's own variable.
 
-    XLA runs independent operations at once, and keeps collectives in order by an object that they share. Read from a
-    file, each collective has an object of its own: two devices may begin two of them in different orders, and wait for
-    each other without end. Found in jax 0.10.2 and in 0.12.0.1; on GPUs the order is that of a stream.
+    XLA runs independent operations concurrently, and orders collectives by an object that they share. In a program
+    read from a file, each collective has an object of its own: two devices may start two collectives in different
+    orders, and wait for each other forever. Seen in jax 0.10.2 and 0.12.0.1; on GPUs a stream orders the collectives.
     """
     compiler: Any = import_module("jax._src.compiler")
     key_of = compiler._get_cache_key
 
-    def key_of_one_device(*arguments: Any, devices: np.ndarray, **named: Any) -> str | None:
+    def sealed_key(*arguments: Any, devices: np.ndarray, **options: Any) -> str | None:
         if devices.size > 1 and devices.flat[0].platform == "cpu":
-            return None
-        key: str | None = key_of(*arguments, devices=devices, **named)
+            return None  # JAX does not cache a program without a key
+        key: str | None = key_of(*arguments, devices=devices, **options)
         return None if key is None else key + _SEALED
 
-    compiler._get_cache_key = key_of_one_device
+    compiler._get_cache_key = sealed_key
     _seal_entries(import_module("jax._src.lru_cache"))
 
 
 def _seal_entries(module: Any) -> None:
-    """Has JAX's cache seal what it writes under our keys. An entry whose seal does not fit is named, removed and made
-    again: it is empty, damaged, or that of another program."""
+    """Makes JAX's cache seal the entries under our keys.
+
+    An entry whose seal does not match is empty, damaged, or another program's: it is reported, removed and made again.
+    """
     get, put = module.LRUCache.get, module.LRUCache.put
 
     def get_sealed(cache: Any, key: str) -> bytes | None:
         entry: bytes | None = get(cache, key)
         if entry is None or not key.endswith(_SEALED):
             return entry
-        seal, content = entry[: hashlib.sha256().digest_size], entry[hashlib.sha256().digest_size :]
+        seal_bytes = hashlib.sha256().digest_size
+        seal, content = entry[:seal_bytes], entry[seal_bytes:]
         if seal == _seal(key, content):
             return content
         path = cache.path / f"{key}{module._CACHE_SUFFIX}"
-        told = "it is removed, and the program compiled again"
+        consequence = "it is removed, and the program compiled again"
         try:
             path.unlink(missing_ok=True)
         except OSError as error:
-            told = f"it cannot be removed ({error.strerror}), so the program is compiled again at each start"
-        remark(f"note: {path} in the compile cache is damaged, or the entry of another program: {told}")
+            consequence = f"it cannot be removed ({error.strerror}), so the program is compiled again at each start"
+        remark(f"note: {path} in the compile cache is damaged, or the entry of another program: {consequence}")
         return None
 
     def put_sealed(cache: Any, key: str, value: bytes) -> None:
@@ -118,21 +126,22 @@ def _seal(key: str, content: bytes) -> bytes:
 
 
 def _cpu_folder() -> str | None:
-    """A folder whose name holds what compiled programs of a CPU depend on; None for a user without a home."""
+    """Returns a folder named after all that compiled CPU programs depend on; None for a user without a home."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
-    with suppress(RuntimeError):  # there is no home to put in place of ~
+    with suppress(RuntimeError):  # the user has no home directory
         cache = cache.expanduser()
     if not cache.is_absolute():
         return None
     try:
-        about = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").partition("\n\n")[0]
+        first_cpu = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").partition("\n\n")[0]
     except OSError:  # not Linux
-        about = ""
-    kept = [line for line in about.splitlines() if line.partition("\t")[0] in _CPU_LINES] or [platform.platform()]
-    name = "\n".join([*kept, platform.machine(), *(version(package) for package in ("jax", "jaxlib"))])
+        first_cpu = ""
+    lines = [line for line in first_cpu.splitlines() if line.partition("\t")[0] in _CPU_LINES]
+    versions = [version(package) for package in ("jax", "jaxlib")]
+    name = "\n".join([*(lines or [platform.platform()]), platform.machine(), *versions])
     return str(cache / "jaxmnt" / f"{_FOLDER}-{hashlib.sha256(name.encode()).hexdigest()[:12]}")
 
 
-def _told_to_jax() -> str | None:
+def _jax_cache_folder() -> str | None:
     folder: str | None = jax.config.values["jax_compilation_cache_dir"]
     return folder

@@ -1,4 +1,4 @@
-"""What is noted of a start that came to nothing: a launcher can then leave a host out, or start again at no cost."""
+"""Records why a start failed, so that a launcher can exclude a host, or start again without counting a failure."""
 
 import socket
 from contextlib import ExitStack, suppress
@@ -20,54 +20,54 @@ from jaxmnt.telemetry import clock
 from jaxmnt.telemetry.events import FAILED_START, Events, event_file, read_lines
 from jaxmnt.telemetry.notify import Notifier
 
-_ABOUT_THE_START = (ExitCode.CONFIG, ExitCode.PREFLIGHT)
-"""With these a start ends by an error of ours. Where that names a host, it is noted as a failed start."""
+_START_ERROR_CODES = (ExitCode.CONFIG, ExitCode.PREFLIGHT)
+"""Exit codes of errors found at the start. If the error names a host, it is recorded as a failed start."""
 
 
 class FailedStartRecorder:
-    """Writes an event about an error inside that names hosts or processes, and about this process's end.
+    """Writes an event for an error in its context that names hosts or processes, and for the end of this process.
 
-    Used as a context manager. A start that is abandoned ends the process here, with the code that says that nothing is
-    lost. After `run_opened()` the run notes its own end, and this notes only errors that name a host or a process.
+    Used as a context manager. An abandoned start ends the process here, with the exit code that means that nothing is
+    lost. After `run_opened()` the run records its own end; this records only errors that name a host or a process.
     """
 
     def __init__(self, config: Config, identity: Identity, exit_handler: ExitHandler):
         self._run_dir, self._identity, self._exit_handler = config.run_dir, identity, exit_handler
         self._notify = config.run.notify
-        self._over = False
-        self._held = ExitStack()
+        self._run_is_open = False
+        self._hooks = ExitStack()
 
     def run_opened(self) -> None:
-        """The run has events of its own."""
-        self._over = True
+        """Call this when the run begins to write its own events."""
+        self._run_is_open = True
 
     def __enter__(self) -> Self:
-        self._held.enter_context(self._exit_handler.with_hook(self._note))
+        self._hooks.enter_context(self._exit_handler.with_hook(self._record))
         return self
 
     def __exit__(self, kind: object, raised: BaseException | None, trace: object) -> None:
         if raised is None:
-            self._held.close()  # else the hook stays, for the end that follows
+            self._hooks.close()  # after an error the hook stays, for the end of the process that follows
         elif isinstance(raised, UserError):
             self._end_with(raised)
-        elif isinstance(raised, Exception) and not self._over and self._exit_handler.exit_reason is None:
-            # Else the others have heard of it, and it is noted at the end.
+        elif isinstance(raised, Exception) and not self._run_is_open and self._exit_handler.exit_reason is None:
+            # With an exit reason the other processes know of the failure, and the hook records it.
             why, host = summary(raised), socket.gethostname()
-            self._try_to_note(ExitReason("failed", why, ExitCode.FAILURE, self._identity.process_id, host))
+            self._try_to_record(ExitReason("failed", why, ExitCode.FAILURE, self._identity.process_id, host))
 
     def _end_with(self, raised: UserError) -> None:
-        """Raises another error in its place if a person has to look after it."""
-        error = self._judged(raised)
+        """Records the error, and ends the process if the start is abandoned. May raise another error in its place."""
+        error = self._final_error(raised)
         if error is None:
             self._exit_handler.exit_now(exit_reason_of(raised))
         if error.hosts or error.processes:
             process, host = next(iter(error.processes), None), next(iter(error.hosts), None)
-            self._try_to_note(ExitReason(FAILED_START, str(error), error.exit_code, process, host))
+            self._try_to_record(ExitReason(FAILED_START, str(error), error.exit_code, process, host))
         if error is not raised:
             raise error from raised.__cause__
 
-    def _judged(self, error: UserError) -> UserError | None:
-        """The error with which the start ends; None if it is abandoned, and can be made again."""
+    def _final_error(self, error: UserError) -> UserError | None:
+        """Returns the error with which the start ends; None if the start is abandoned, and can be tried again."""
         if isinstance(error, AbsentError):
             try:
                 check_abandoned_starts(
@@ -77,27 +77,28 @@ class FailedStartRecorder:
                 return final
         return None if isinstance(error, (AbsentError, StoppedError)) else error
 
-    def _note(self, exit_reason: ExitReason) -> None:
-        if not self._over and exit_reason.code not in _ABOUT_THE_START:
+    def _record(self, exit_reason: ExitReason) -> None:
+        if not self._run_is_open and exit_reason.code not in _START_ERROR_CODES:
             note_exit_reason(self._events(), exit_reason)
 
     def _events(self) -> Events:
-        """Of this process; who is told of a run's events is told of these, too."""
+        """Returns this process's event log; its events are passed to `run.notify` like those of a run."""
         events = Events(self._run_dir, self._identity.process_id)
-        with suppress(ConfigError):  # there is no such program, which the run itself will say
+        with suppress(ConfigError):  # the program of run.notify does not exist; the run itself will report that
             events.written = Notifier(self._notify, self._identity.process_id, str(self._run_dir.absolute()))
         return events
 
-    def _try_to_note(self, exit_reason: ExitReason) -> None:
-        """The run directory may be what is wrong, and the error itself is told anyway."""
+    def _try_to_record(self, exit_reason: ExitReason) -> None:
+        """Records the reason if possible: the run directory may be the problem, and the error is shown anyway."""
         with suppress(OSError, ValueError):
             note_exit_reason(self._events(), exit_reason)
 
 
 def note_exit_reason(events: Events, exit_reason: ExitReason) -> None:
-    more = {}
+    """Writes the event about the end of this process."""
+    start_details = {}
     if isinstance(exit_reason, AbandonedStart):
-        more = {
+        start_details = {
             "reason": exit_reason.reason,
             "asked_by": exit_reason.asked_by,
             "waited_seconds": exit_reason.waited_seconds,
@@ -105,7 +106,7 @@ def note_exit_reason(events: Events, exit_reason: ExitReason) -> None:
     events.write(
         exit_reason.kind,
         why=exit_reason.why,
-        **more,
+        **start_details,
         code=int(exit_reason.code),
         at_fault=exit_reason.process,
         at_fault_host=exit_reason.host,

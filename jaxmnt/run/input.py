@@ -1,4 +1,4 @@
-"""What a run reads: its data made ready on every host, the rows planned, and the feed of its batches."""
+"""Prepares a run's data on every host, plans its rows, and makes the feed of its batches."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -13,42 +13,41 @@ from jaxmnt.data.store import PreparedData
 from jaxmnt.distributed.coordination import barrier_or_raise
 from jaxmnt.distributed.process_group import host_names
 from jaxmnt.errors import UserError
-from jaxmnt.run.rundir import known_run, unreadable_is_retryable
+from jaxmnt.run.rundir import run_file_of, unreadable_is_retryable
 from jaxmnt.run.values import RunProcess, RunWithData
 from jaxmnt.training.compile import Program
 
 _READY_SECONDS = 12 * 3600.0
-"""Copying or checking terabytes takes hours; the heartbeat finds a host that dies meanwhile."""
+"""Timeout for the data to be ready. Copying or checking terabytes takes hours; the heartbeat detects dead hosts."""
 
 
 def read_data(run: RunProcess) -> RunWithData:
-    """Opens the data that the config names, checked and copied to this host where the config asks for it.
+    """Opens the data that the config names, and verifies it or copies it to this host if the config says so.
 
-    Raises `ConfigError` for data that is missing, damaged or does not fit together.
+    Raises `ConfigError` for data that is missing, damaged or inconsistent.
     """
-    data = _ready_data(run)
+    data = _prepare_data(run)
     return RunWithData(
         **vars(run) | {"config": fit_to_data(run.config, data)}, data=data, hosts=host_names(run.identity)
     )
 
 
-def plan_rows(run: RunWithData, *, keeps: bool) -> TrainingData:
-    """Plans which rows there are. Documents of datasets are indexed for that. With `keeps`, which takes the run's lock,
-    process 0 writes the indices into the run directory.
+def plan_rows(run: RunWithData, *, write_index: bool) -> TrainingData:
+    """Plans the rows of the training data, and indexes the documents of Grain datasets for that.
 
-    Raises `ConfigError` for a dataset that cannot be trained on, and `PreflightError` if the run directory is not
-    shared.
+    With `write_index`, which requires the run's lock, process 0 writes the indices into the run directory. Raises
+    `ConfigError` for a dataset that cannot be trained on, and `PreflightError` if the run directory is not shared.
     """
     datasets = [part for part in run.data.parts.values() if isinstance(part, GrainData)]
     if datasets:
-        with _all_together("process 0 has indexed the documents", run):
-            for dataset in datasets if keeps and run.writes else []:
-                dataset.make_index(_showing(run, "indexing"))
-        with _all_together("every process has the index", run):
+        with _fail_together("process 0 has indexed the documents", run):
+            for dataset in datasets if write_index and run.writes else []:
+                dataset.make_index(_show_progress(run, "indexing"))
+        with _fail_together("every process has the index", run):
             for dataset in datasets:
-                dataset.load_index(made_elsewhere=keeps and not run.writes)
+                dataset.load_index(made_elsewhere=write_index and not run.writes)
                 if run.config.data.verify:
-                    dataset.verify(_showing(run, "checking"))
+                    dataset.verify(_show_progress(run, "checking"))
     return TrainingData(run.config, run.data, None if _may_be_branch(run.config) else ())
 
 
@@ -61,29 +60,29 @@ def training_feed(data: TrainingData, program: Program, start_step: int) -> Feed
 
 
 def begin_feed(run: RunProcess, data: TrainingData, program: Program, start_step: int) -> Feed:
-    """A feed of which the watchdog knows when it is waited for."""
+    """Makes the feed, and lets the watchdog see when the main thread waits for it."""
     feed = training_feed(data, program, start_step)
     run.watchdog.reads = lambda: feed.reading
     return feed
 
 
 def _may_be_branch(config: Config) -> bool:
-    """Whether only the run's directory tells, in all processes, where in the data the run goes on."""
+    """True if the run may be a branch, whose position in the data is only known once its lineage is."""
     if config.run.fork_from is not None:
         return True
     with suppress(UserError, OSError):
-        known = known_run(config)
-        return known is not None and bool(known.lineage)
+        run_file = run_file_of(config)
+        return run_file is not None and bool(run_file.lineage)
     return True
 
 
-def _ready_data(run: RunProcess) -> Sources:
+def _prepare_data(run: RunProcess) -> Sources:
     settings = run.config.data
     with unreadable_is_retryable(run.config):
         data = open_sources(settings, run.config.run.dir)
     if not settings.verify and settings.stage_dir is None:
         return data
-    with _all_together("the data is ready on every host", run):
+    with _fail_together("the data is ready on every host", run):
         if settings.stage_dir is not None:
             folder = Path(settings.stage_dir)
             show = lambda name: run.status.update(f"data    copying {name} to {folder}")
@@ -91,17 +90,17 @@ def _ready_data(run: RunProcess) -> Sources:
             data = data.at({name: stage(part, folder, show) for name, part in prepared.items()})
         for part in (*data.parts.values(), *data.eval_sets.values()) if settings.verify else []:
             if not isinstance(part, GrainData):
-                part.verify(_showing(run, "checking"))
+                part.verify(_show_progress(run, "checking"))
     return data
 
 
-def _showing(run: RunProcess, doing: str) -> Callable[[str], None]:
+def _show_progress(run: RunProcess, doing: str) -> Callable[[str], None]:
     return lambda name: run.status.update(f"data    {doing} {name}")
 
 
 @contextmanager
-def _all_together(name: str, run: RunProcess) -> Iterator[None]:
-    """What goes wrong inside in one process, goes wrong in all."""
+def _fail_together(name: str, run: RunProcess) -> Iterator[None]:
+    """Raises an error that one process has in this context in all processes."""
     trouble = None
     try:
         with unreadable_is_retryable(run.config):

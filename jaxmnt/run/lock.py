@@ -1,8 +1,8 @@
-"""One job at a time in a run directory: a lock that a dead job cannot keep.
+"""A lock that allows one job at a time in a run directory, and that a dead job cannot keep.
 
-`lock.json` is made only if there is none, and says who holds it. A holder on this machine is alive if its process is.
-One elsewhere is alive if it gives signs of life, a number in `lock.beat` that goes up: nobody's clock is believed.
-A lock that cannot be read is treated like one from elsewhere, by its signs, and told with its owner and its date.
+`lock.json` is created exclusively and names its holder. A holder on this machine is alive if its process exists. A
+holder elsewhere is alive if it keeps changing `lock.beat`, a counter; no clocks are compared. A lock that cannot be
+read is treated as one from elsewhere, and reported with the file's owner and date.
 """
 
 import contextlib
@@ -25,15 +25,15 @@ from jaxmnt.strict_json import json_text
 
 _BEAT_SECONDS = 5.0
 _SILENCE_SECONDS = 20.0
-"""Without a sign of life for so long, a holder elsewhere counts as dead."""
+"""A holder elsewhere whose heartbeat has not changed for so long is considered dead."""
 _LEAVING_SECONDS = 10.0
-"""A job that has just been replaced may still be on its way out."""
+"""Wait for a holder that is alive on this machine: it may be a replaced job that is about to exit."""
 _LOOK_SECONDS = 0.5
 _PROMPT_SECONDS = 2.0
 
 
 class _Holder(BaseModel):
-    """The content of a lock: the process that holds it."""
+    """The content of lock.json: the process that holds the lock."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -46,45 +46,43 @@ class _Holder(BaseModel):
 
 
 class RunLock:
-    """The lock of the place where a run's checkpoints are.
-
-    Used as a context manager, it is released at the end if it was acquired.
-    """
+    """The lock of a directory of a run. As a context manager, it releases the lock at the end if it was acquired."""
 
     def __init__(self, directory: StoragePath):
         self._directory = directory
         self._path = directory / "lock.json"
         self._beat = directory / "lock.beat"
-        self._me = _describe_me()
+        self._own_content = _describe_me()
         self._held = False
         self._lost = False
         self._holder: str | None = None
-        """Who has it instead, once it is lost."""
-        self._away = False
-        """Whether the last look found nothing at all."""
+        """The content of the lock of the job that has taken it, once it is lost."""
+        self._unmounted = False
+        """True if the last check found neither the lock nor run.json."""
         self._end = threading.Event()
-        self._thread = threading.Thread(target=self._give_signs, name="run lock", daemon=True)
+        self._thread = threading.Thread(target=self._send_beats, name="run lock", daemon=True)
 
     def acquire(self, tell: Callable[[str], None] = lambda line: None) -> str | None:
-        """Takes the lock; a line for people if that took it from a dead job. `tell` hears why this takes a while.
+        """Takes the lock. Returns a message for the user if it was taken over from a dead job.
 
-        Raises `ConfigError` if another job holds it and is alive.
+        Calls `tell` with the reason before a wait. Raises `ConfigError` if another job holds the lock and is alive.
         """
         remark = None
         for _ in range(5):
-            if create(self._path, self._me) or _read(self._path) == self._me:  # the answer to a first try was lost
+            # The lock may be ours although `create` failed: object storage may lose the response to a request.
+            if create(self._path, self._own_content) or _read(self._path) == self._own_content:
                 self._held = True
                 self._thread.start()
                 return remark
             holder = _read(self._path)
             if holder is None:
                 continue  # it was released just now
-            who = _who(holder) if _parsed(holder) else self._owner()
-            sign = self._watch(holder, who, tell)
-            if sign is None:
+            who = _describe_holder(holder) if _parse_holder(holder) else self._describe_unreadable()
+            is_alive = self._watch(holder, who, tell)
+            if is_alive is None:
                 remove_if(self._path, holder)
                 remark = f"the lock of a dead job was taken over: {who}"
-            elif sign:
+            elif is_alive:
                 raise ConfigError(
                     f"run.dir: {self._directory} is in use by another job, {who}; stop that job, or choose another "
                     "run.dir and checkpoint.dir"
@@ -92,32 +90,32 @@ class RunLock:
         raise ConfigError(f"run.dir: several jobs want {self._directory}; start one of them")
 
     def check(self) -> None:
-        """Raises `UserError` if another job is known to have taken the lock, as it may when this one was suspended."""
+        """Raises `UserError` if another job is known to have taken the lock, such as while this job was suspended."""
         if self._lost:
-            who = f", {_who(self._holder)}" if self._holder else " and has released it"
+            who = f", {_describe_holder(self._holder)}" if self._holder else " and has released it"
             raise UserError(
                 f"another job has taken the lock of {self._directory}{who}; this job stops: start only "
                 "one job per run directory"
             )
 
     def confirm(self) -> None:
-        """Looks whether the lock is still this job's, then checks: before something that no other job may do, too."""
+        """Reads the lock again and raises `UserError` if it is lost. Call this before any exclusive operation."""
         if self._held:
-            self._look()
+            self._read_again()
         self.check()
-        if self._away:
+        if self._unmounted:
             raise UserError(f"{self._directory} has no files of this run now; check that it is mounted")
 
-    def _look(self) -> None:
-        """Notes if the lock is not this job's any more. One that is gone was another job's last."""
-        found = _read(self._path)
-        if found is None:
+    def _read_again(self) -> None:
+        """Reads the lock and remembers if this job has lost it. If it is gone, another job took and released it."""
+        content = _read(self._path)
+        if content is None:
             time.sleep(_LOOK_SECONDS)
-            found = _read(self._path)
-        # A place that has nothing of the run is not mounted for the moment: that says nothing about the lock.
-        self._away = found is None and not is_there(self._directory / RUN_FILE)
-        if found != self._me and not self._away:
-            self._holder, self._lost = found, True
+            content = _read(self._path)
+        # A directory without any files of the run is not mounted at the moment, which says nothing about the lock.
+        self._unmounted = content is None and not is_there(self._directory / RUN_FILE)
+        if content != self._own_content and not self._unmounted:
+            self._holder, self._lost = content, True
 
     def __enter__(self) -> Self:
         return self
@@ -125,21 +123,21 @@ class RunLock:
     def __exit__(self, *_: object) -> None:
         self._end.set()
         if self._held:
-            self._thread.join(_BEAT_SECONDS)  # or it might give a sign after the last
+            self._thread.join(_BEAT_SECONDS)  # so that it does not write lock.beat after its removal
         if self._held and not self._lost:
-            with contextlib.suppress(OSError):  # what is left behind is a dead job's lock
-                if remove_if(self._path, self._me):
+            with contextlib.suppress(OSError):  # a lock that remains counts as that of a dead job
+                if remove_if(self._path, self._own_content):
                     self._beat.unlink(missing_ok=True)
 
-    def let_go(self, *_: object) -> None:
-        """Releases the lock in the last moment of a process, from any thread."""
+    def release(self, *_: object) -> None:
+        """Releases the lock just before the process exits, from any thread."""
         if self._held and not self._lost:
             self._end.set()
             with contextlib.suppress(OSError):
-                remove_if(self._path, self._me)
+                remove_if(self._path, self._own_content)
 
     def _watch(self, holder: str, who: str, tell: Callable[[str], None]) -> bool | None:
-        """True: the holder is alive. None: it is dead. False: the lock has changed, look again."""
+        """Watches the holder. Returns True if it is alive, None if it is dead, False if the lock has changed."""
         alive = _is_alive_here(holder)
         if alive is False:
             return None
@@ -156,29 +154,30 @@ class RunLock:
             if not alive and _read(self._beat) != beat:
                 return True
             took = time.monotonic() - before
-            # Where looking takes long, giving signs does, too: such silence says nothing.
+            # If the file system is slow for us, it is slow for the holder: only count silence while it is fast.
             silence = silence + took if took < _LOOK_SECONDS + _PROMPT_SECONDS else 0.0
         return True if alive else None
 
-    def _owner(self) -> str:
-        """Of a lock that cannot be read: whose file it is and from when, as far as files tell."""
-        told = "a job whose lock.json cannot be read"
+    def _describe_unreadable(self) -> str:
+        """Describes a lock that cannot be read by the date and the owner of its file, as far as they are known."""
+        description = "a job whose lock.json cannot be read"
         if isinstance(self._path, Path):
             with contextlib.suppress(OSError, KeyError, OverflowError):  # it is gone, or its owner has no name here
                 status = self._path.stat()
-                told += f", written {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(status.st_mtime))}"
-                told += f" by {pwd.getpwuid(status.st_uid).pw_name}"
-        return told
+                description += f", written {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(status.st_mtime))}"
+                description += f" by {pwd.getpwuid(status.st_uid).pw_name}"
+        return description
 
-    def _give_signs(self) -> None:
+    def _send_beats(self) -> None:
+        """Changes lock.beat regularly until the end, or until the lock is lost."""
         number = 0
         while not self._end.wait(_BEAT_SECONDS if number else 0):
             number += 1
-            with contextlib.suppress(OSError, ValueError):  # files that are away or torn are no sign of anything
-                self._look()
+            with contextlib.suppress(OSError, ValueError):  # unreachable or partly written files prove nothing
+                self._read_again()
                 if self._lost:
                     return
-                if self._away:
+                if self._unmounted:
                     continue
                 self._beat.write_bytes(f"{secrets.token_hex(4)} {number}".encode())
 
@@ -189,7 +188,7 @@ def _describe_me() -> str:
             "job": secrets.token_hex(8),
             "host": socket.gethostname(),
             "process": os.getpid(),
-            "started": _start_of(os.getpid()),
+            "started": _start_time(os.getpid()),
             "machine": _machine(),
             "since": time.strftime("%Y-%m-%d %H:%M:%S"),
         }
@@ -197,15 +196,18 @@ def _describe_me() -> str:
 
 
 def _is_alive_here(holder: str) -> bool | None:
-    """Whether the holder's process exists; None if it is not one that can be seen from here."""
-    known = _parsed(holder)
-    if known is None or None in (known.machine, known.started) or known.machine != _machine():
+    """Returns True if the holder's process exists, and None if it runs where this process cannot see it."""
+    parsed = _parse_holder(holder)
+    if parsed is None or None in (parsed.machine, parsed.started) or parsed.machine != _machine():
         return None
-    return _start_of(known.process) == known.started
+    return _start_time(parsed.process) == parsed.started
 
 
-def _start_of(process: int) -> str | None:
-    """When a process started, in ticks since boot: ids are used again, this is not. None if there is none."""
+def _start_time(process: int) -> str | None:
+    """Returns when a process started, in ticks since boot; None if there is no such process.
+
+    Process ids are reused, but not with the same start time.
+    """
     try:
         fields = Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()
     except OSError:
@@ -214,7 +216,7 @@ def _start_of(process: int) -> str | None:
 
 
 def _machine() -> str | None:
-    """What processes have in common that see each other: the boot and the namespace of process ids."""
+    """Returns what identifies processes that see each other: the boot and the namespace of process ids."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
@@ -222,15 +224,15 @@ def _machine() -> str | None:
         return None
 
 
-def _who(holder: str) -> str:
-    known = _parsed(holder)
-    if known is None:
+def _describe_holder(holder: str) -> str:
+    parsed = _parse_holder(holder)
+    if parsed is None:
         return "a job whose lock.json cannot be read"
-    return printable(f"process {known.process} on {known.host} since {known.since}")
+    return printable(f"process {parsed.process} on {parsed.host} since {parsed.since}")
 
 
-def _parsed(holder: str) -> _Holder | None:
-    """What a lock says; None if that is not what locks say: its writer died in the middle of it, or it was damaged."""
+def _parse_holder(holder: str) -> _Holder | None:
+    """Parses a lock; returns None if it is invalid, because its writer died while writing it or it was damaged."""
     try:
         return _Holder.model_validate_json(holder)
     except ValidationError:
@@ -238,7 +240,7 @@ def _parsed(holder: str) -> _Holder | None:
 
 
 def _read(path: StoragePath) -> str | None:
-    """What is in a file, be it no text; None if there is none."""
+    """Returns the content of a file, which need not be valid text; None if there is no file."""
     try:
         return read(path).decode(errors="surrogateescape")
     except FileNotFoundError:

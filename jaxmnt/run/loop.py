@@ -1,4 +1,4 @@
-"""The steps of a run, and what comes between them: evaluations, saves, and the request to stop."""
+"""The training loop: steps, and between them evaluations, saves and the request to stop."""
 
 import shlex
 import time
@@ -17,32 +17,35 @@ from jaxmnt.units import count, duration
 
 
 def train_steps(run: Running) -> ExitCode:
-    """Steps, evaluations and saves until the last step, or until somebody wants the run to stop.
+    """Trains, evaluates and saves until the last step, or until the run is asked to stop.
 
-    Returns when the last checkpoint is committed and all processes know.
+    Returns when the last checkpoint is committed and all processes know it.
     """
     settings, log, saves, feed, progress = run.config.train, run.log, run.saves, run.feed, run.progress
     last = min(settings.stop_after or settings.steps, settings.steps)
     feed.stage()
-    if _due(progress.step, settings.eval_every) and was_not_evaluated(run):
+    # An earlier start may have been stopped during the evaluation after its last step.
+    if _is_due(progress.step, settings.eval_every) and evaluation_is_missing(run):
         saves.add_loss(progress.step, _evaluate(run))
     log.restart_clock()
     run.monitoring.timer.restart()
-    run.stop.steps_begin()
-    run.watchdog.steps_begin(progress.step + 1)
+    run.stop.begin_steps()
+    run.watchdog.begin_steps(progress.step + 1)
     while progress.step < last and not progress.preempted:
-        run.watchdog.begins(progress.step + 1)
+        run.watchdog.begin_step(progress.step + 1)
         batch, digest = feed.take()
-        wishes = {"save": saves.wants(), "profile": run.profiler.wants(progress.step + 1)}
-        metrics = _take_step(run, batch | {"control": run.control.array(stop=run.stop.wanted, **wishes)})
+        # What this process requests travels with the batch; the step's metrics tell all processes.
+        requests = {"save": saves.wants(), "profile": run.profiler.wants(progress.step + 1)}
+        metrics = _take_step(run, batch | {"control": run.control.array(stop=run.stop.wanted, **requests)})
         step = progress.step
         if step < last:
             _stage(run)  # while the devices are busy
         log.push(step, metrics, feed.wait_seconds, digest)  # reads the metrics of the step before
         with run.monitoring.timer.during("device"):
             run.replicas.check()
-        progress.preempted = log.stop_seen  # on all processes after the same step: the metrics add up everyone's flags
-        if _due(step, settings.eval_every) or step == settings.steps:
+        # The same in all processes after the same step, because the metrics add up the flags of all.
+        progress.preempted = log.stop_seen
+        if _is_due(step, settings.eval_every) or step == settings.steps:
             progress.loss = _evaluate(run)
         profile = run.profiler.due(log.profile_seen)
         saved = saves.due(step, log.save_seen) or step == last or progress.preempted or profile
@@ -61,13 +64,14 @@ def train_steps(run: Running) -> ExitCode:
 
 
 def _conclude(run: Running) -> ExitCode:
+    """Saves the last checkpoint, records the end of the run and reports it."""
     step = run.progress.step
     finished = step == run.config.train.steps
     with run.watchdog.during("waiting for the last checkpoint", run.config.watchdog.save_seconds):
         run.saves.finish(step, run.progress.state, run.log.tokens, run.progress.loss)
         barrier("the last checkpoint is committed", run.identity)
         run.monitoring.end(step)
-    run.stop.obeyed()
+    run.stop.mark_done()
     if run.progress.preempted:
         run.events.write("preempted", step=step, asked_by=run.stop.reason)
     run.events.write("end", step=step, finished=finished, peak_host_bytes=peak_host_bytes())
@@ -76,7 +80,7 @@ def _conclude(run: Running) -> ExitCode:
 
 
 def _report_end(run: Running, step: int) -> None:
-    """Where everything is, and what to do next."""
+    """Prints where the results are, and what to do next."""
     settings, say, directory = run.config.train, run.status.line, run.directory
     done = "finished" if step == settings.steps else f"stopped after step {step} of {settings.steps}"
     say(f"{done} in {duration(time.perf_counter() - run.began)}, {count(run.log.tokens)} tokens in all")
@@ -98,21 +102,21 @@ def _report_end(run: Running, step: int) -> None:
         say(f"run the same command again{' without --fresh' if run.start.fresh else ''} to go on")
 
 
-def _due(step: int, every: int) -> bool:
+def _is_due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
 def _arm_profiler(run: Running) -> None:
-    """Once the checkpoint counts: the profiler may end the run."""
+    """Waits until the checkpoint is committed, because a profiler may crash the run, then arms the profiler."""
     started = time.perf_counter()
-    with run.watchdog.during("saving", run.config.watchdog.save_seconds), _during(run, "save"):
+    with run.watchdog.during("saving", run.config.watchdog.save_seconds), _timed_phase(run, "save"):
         run.saves.poll(wait=True)
     run.log.pause(time.perf_counter() - started)
     run.profiler.arm(run.saves.succeeded, run.progress.step)
 
 
 def _take_step(run: Running, batch: dict[str, Any]) -> Any:
-    """Takes a step. Returns its metrics, which are there later, unless the step is profiled."""
+    """Takes a step. Returns its metrics, which are computed asynchronously unless the step is profiled."""
     progress = run.progress
     take = lambda: run.program.step(progress.state, batch)
     if not run.profiler.armed:
@@ -129,7 +133,7 @@ def _take_step(run: Running, batch: dict[str, Any]) -> Any:
 
 
 def _stage(run: Running) -> None:
-    """Reads and copies the next batch."""
+    """Reads the next batch and starts to copy it to the devices."""
     timer, feed = run.monitoring.timer, run.feed
     with timer.during("host_to_device"):
         feed.stage()
@@ -138,8 +142,8 @@ def _stage(run: Running) -> None:
 
 
 @contextmanager
-def _during(run: Running, phase: str) -> Iterator[None]:
-    """Time in which the others are waited for is of another phase."""
+def _timed_phase(run: Running, phase: str) -> Iterator[None]:
+    """Times a phase, but counts the time spent waiting for other processes as the phase "peers"."""
     waited = lambda: waited_seconds() + run.saves.saver.waited_seconds
     before = waited()
     with run.monitoring.timer.during(phase):
@@ -148,6 +152,7 @@ def _during(run: Running, phase: str) -> Iterator[None]:
 
 
 def _save(run: Running) -> None:
+    """Starts a save, once the metrics and the comparison of replicas of the last step are known."""
     run.log.flush()
     timer, saves, progress = run.monitoring.timer, run.saves, run.progress
     with timer.during("device"):
@@ -156,24 +161,27 @@ def _save(run: Running) -> None:
     with run.watchdog.during("saving", run.config.watchdog.save_seconds):
         with timer.during("writing"):
             run.log.settle()
-        with _during(run, "save"):
+        with _timed_phase(run, "save"):
             run.log.pause(saves.save(progress.step, progress.state, run.log.tokens, progress.loss))
     timer.move(saves.saver.prepared_seconds - prepared, "save", "writing")
 
 
 def _evaluate(run: Running) -> float | None:
-    """The mean held-out loss, if anything is held out. The last one is not cut short: no start would make up for it."""
+    """Evaluates and samples. Returns the mean held-out loss; None if no data is held out or the run stops meanwhile.
+
+    A request to stop does not interrupt the evaluation after the last step, since no later start would repeat it.
+    """
     run.log.flush()
     started, limits, progress = time.perf_counter(), run.config.watchdog, run.progress
     stop = lambda: run.stop.wanted and progress.step < run.config.train.steps
-    with run.watchdog.during("compiling", limits.compile_seconds), _during(run, "evaluation"):
+    with run.watchdog.during("compiling", limits.compile_seconds), _timed_phase(run, "evaluation"):
         run.evaluator.compile()
         if run.sampler is not None:
             run.sampler.compile()
-    with run.watchdog.during("evaluating", limits.evaluate_seconds), _during(run, "evaluation"):
-        results = run.evaluator(progress.state, stop, run.watchdog.got_further)
+    with run.watchdog.during("evaluating", limits.evaluate_seconds), _timed_phase(run, "evaluation"):
+        results = run.evaluator(progress.state, stop, run.watchdog.note_progress)
         if run.sampler is not None and results is not None:
-            samples = run.sampler(progress.state, progress.step, run.watchdog.got_further)
+            samples = run.sampler(progress.state, progress.step, run.watchdog.note_progress)
             if run.writes:
                 run.events.write("samples", step=progress.step, samples=samples)
             for sample in samples:
@@ -185,13 +193,13 @@ def _evaluate(run: Running) -> float | None:
     return run.log.write_eval(progress.step, results, seconds, run.config.data.eval_sets) if results else None
 
 
-def was_not_evaluated(run: Running) -> bool:
-    """Whether this run stopped in the middle of the evaluation after the step that it goes on from."""
+def evaluation_is_missing(run: Running) -> bool:
+    """Returns True if this run stopped during the evaluation after the step that it resumes from."""
     step = run.start.step
     if run.start.kind != "own" or step == 0:
         return False
-    told = None
+    answer = None
     if run.identity.process_id == 0:
         lines = records(run.directory / METRICS)
-        told = str(not any(line["kind"] == "eval" and line["step"] == step for line in lines))
-    return broadcast("an evaluation to make up for", told, run.identity) == str(True)
+        answer = str(not any(line["kind"] == "eval" and line["step"] == step for line in lines))
+    return broadcast("an evaluation to make up for", answer, run.identity) == str(True)

@@ -1,6 +1,6 @@
-"""What is watched while steps are taken: where their time goes, who holds the others up, hosts, the loss, the money.
+"""Monitors a run while it trains: the time of each phase, stragglers, slow devices, hosts, the loss and the cost.
 
-`BadStepMonitor` watches for steps that change nothing, and ends a run after too many of them.
+`BadStepMonitor` watches for steps that are not finite, and ends a run after too many of them in a row.
 """
 
 import math
@@ -24,19 +24,18 @@ from jaxmnt.telemetry.slow_devices import SlowDevice, SlowDeviceDetector
 from jaxmnt.telemetry.stragglers import Straggler
 
 _PROBE_WIDTH = {"cpu": 256, "gpu": 4096}
-"""Of the matrices that time a device, by its platform: a GPU is busy for less than a millisecond."""
+"""Width of the matrices that time a device, by its platform: a GPU is busy for less than a millisecond."""
 _LAST_SECONDS = 10.0
-"""For all to give the times of the last steps."""
-_ON_THE_WAY_SECONDS = 2.0
-"""For what heartbeats have sent before."""
+"""Timeout for all processes to send the times of the last steps."""
+_IN_TRANSIT_SECONDS = 2.0
+"""Timeout for reports that were sent with earlier heartbeats."""
 _LOOK_SECONDS = 0.02
-_AGAIN_SECONDS = 3600.0
-"""After which the same fault of a host is told again."""
+_REPEAT_SECONDS = 3600.0
+"""Interval after which the same fault of a host is reported again."""
 
 
 class Monitoring:
-    """In every process the times of its steps, and what it takes of its host; process 0 hears of all, and
-    says what is to be said."""
+    """Measures the step times and the host resources of this process. Process 0 collects and reports those of all."""
 
     def __init__(self, run: CompiledRun):
         settings, identity, step = run.config.telemetry, run.identity, run.start.step
@@ -53,8 +52,9 @@ class Monitoring:
         """The logs of steps and of hosts; None in other processes than 0."""
         self._slow_devices = SlowDeviceDetector()
         self._losses = LossSpikeDetector()
-        self._told_faults: dict[tuple[str, str], float] = {}
-        self._complained = False
+        self._reported_faults: dict[tuple[str, str], float] = {}
+        """When each fault of a host was last reported."""
+        self._noted_bad_report = False
         self._step = step
         self._sampler: ResourceSampler | None = None
         if settings.resources_every_seconds is not None:
@@ -63,14 +63,14 @@ class Monitoring:
         if not run.writes:
             run.heartbeat.report = self._report
             return
-        self._note_steps_again(repair(run.directory / METRICS, last_step=step))
+        self._record_repeated_steps(repair(run.directory / METRICS, last_step=step))
         for name in (PHASE_LINES, RESOURCES):
             repair(run.directory / name, last_step=step)
         self._logs = PhaseLog(run.directory, identity.processes), ResourceLog(run.directory, identity.processes)
-        run.heartbeat.take_report = self._hear
+        run.heartbeat.take_report = self._take_report
 
     def status(self) -> dict[str, Any]:
-        """What is known at this moment, in process 0. From any thread."""
+        """Returns the current state for the status server, in process 0. Callable from any thread."""
         assert self._logs is not None
         phases, resources = self._logs
         slow = phases.stragglers
@@ -81,16 +81,17 @@ class Monitoring:
             "stragglers": len(slow),
             "slow": [{"process": process, "host": self._hosts[process], "phase": phase} for process, phase in slow],
             "slow_devices": [
-                {"process": one.device[0], "host": self._hosts[one.device[0]], "device": one.device[1], "why": one.why}
-                for one in devices
+                {"process": process, "host": self._hosts[process], "device": number, "why": device.why}
+                for device in devices
+                for process, number in [device.device]
             ],
             "spent": None if self._spending is None else self._spending.spent,
         }
 
     def probe(self, step: int, settle: Callable[[], None]) -> float:
-        """Times each device by itself if that is due, once all are idle: `settle` waits for their last step.
+        """Times each device separately if that is due, once all are idle: `settle` waits for their last step.
 
-        Returns the seconds that it took, which are none of a step's.
+        Returns the seconds that it took, which do not count as a step's time.
         """
         if not self._probe_every or step % self._probe_every:
             return 0.0
@@ -102,13 +103,13 @@ class Monitoring:
                     width = _PROBE_WIDTH.get(self._devices[0].platform, _PROBE_WIDTH["cpu"])
                     self._product = TimedProduct(self._devices, width)
                 self._probed = self._product()
-            except Exception as error:  # such as no memory left; no other process waits for it
+            except Exception as error:  # such as too little memory; no other process waits for the probe
                 self._probe_every, self._product = 0, None
                 remark(f"note: telemetry.probe_every: devices are not timed any more: {summary(error)}")
         return time.perf_counter() - started
 
     def finished(self, step: int, loss: float | None) -> None:
-        """A step is finished on the devices. Its loss is None if its batch had no target."""
+        """Looks for a loss spike once a step is finished on the devices. `loss` is None if its batch had no target."""
         if self._logs is None or loss is None or not math.isfinite(loss):
             return
         spike = self._losses.see(loss)
@@ -120,27 +121,30 @@ class Monitoring:
             )
 
     def end_step(self, step: int, stop: StopRequest) -> None:
-        """The main thread has done all that there was to do for a step."""
+        """Ends the timing of a step in this process. Process 0 also checks the budget and reports new findings."""
         self.timer.end_step(step)
         self._step = step
         if self._logs is None:
             return
         phases, resources = self._logs
         with self.timer.during("writing"):
-            self._hear(0, self._report())
+            self._take_report(0, self._report())
             if self._spending is not None:
                 self._spending.check(step, stop, self._events, self._status)
-            for found in phases.take_findings():
-                self._tell_of(found, step)
+            for straggler in phases.take_findings():
+                self._report_straggler(straggler, step)
             slow, faults = resources.take_findings()
             for found_by, devices in (("clock", slow), ("probe", self._compare_probes())):
-                for one in devices:
-                    self._tell_of_device(one, found_by, step)
-            for process, what in faults:
-                self._tell_of_fault(process, what, step)
+                for device in devices:
+                    self._report_slow_device(device, found_by, step)
+            for process, fault in faults:
+                self._report_host_fault(process, fault, step)
 
     def end(self, step: int) -> None:
-        """All processes call this after the last step, whose times would else come with the next heartbeat."""
+        """Collects the times of the last steps, which would otherwise come with the next heartbeat.
+
+        All processes must call this after the last step.
+        """
         if not self._settings.phases:
             return
         try:
@@ -149,67 +153,69 @@ class Monitoring:
             remark(f"note: {PHASE_LINES} lacks the last steps: {error}")
             return
         for process, report in enumerate(rows or []):
-            self._hear(process, report)
-        deadline = time.monotonic() + _ON_THE_WAY_SECONDS
+            self._take_report(process, report)
+        deadline = time.monotonic() + _IN_TRANSIT_SECONDS
         while self._logs is not None and not self._logs[0].complete_up_to(step) and time.monotonic() < deadline:
             time.sleep(_LOOK_SECONDS)
 
     def _report(self) -> list[Any]:
-        """What process 0 is to know: times of steps, and by name what is known besides. From any thread."""
+        """Returns this process's report for process 0: step times, then other values by name. Thread-safe."""
         times = self.timer.take() if self._settings.phases else []
         probed, self._probed = self._probed, []
-        more = {"resources": None if self._sampler is None else self._sampler.take(), "probe": probed}
-        return [*times, *({name: value} for name, value in more.items() if value)]
+        named_values = {"resources": None if self._sampler is None else self._sampler.take(), "probe": probed}
+        return [*times, *({name: value} for name, value in named_values.items() if value)]
 
-    def _hear(self, process: int, report: list[Any]) -> None:
-        """From any thread. Telemetry that makes no sense is said once, and ends no run."""
+    def _take_report(self, process: int, report: list[Any]) -> None:
+        """Takes the report of a process, on any thread. An invalid report is noted once, and does not end the run."""
         assert self._logs is not None
         phases, resources = self._logs
         try:
             phases.heard(process, [row for row in report if not isinstance(row, dict)])
-            for told in (row for row in report if isinstance(row, dict)):
-                if "resources" in told:
-                    resources.heard(process, told["resources"], self._step)
-                if "probe" in told:
-                    self._probes[process] = [float(seconds) for seconds in told["probe"]]
+            for values in (row for row in report if isinstance(row, dict)):
+                if "resources" in values:
+                    resources.heard(process, values["resources"], self._step)
+                if "probe" in values:
+                    self._probes[process] = [float(seconds) for seconds in values["probe"]]
         except Exception as error:
-            if not self._complained:
-                self._complained = True
-                remark(f"note: what process {process} tells of its steps makes no sense: {summary(error)}")
+            if not self._noted_bad_report:
+                self._noted_bad_report = True
+                remark(f"note: process {process} sent an invalid report of its steps: {summary(error)}")
 
     def _compare_probes(self) -> list[SlowDevice]:
-        """Once all have told of a probe."""
+        """Compares the probe times of all devices, once every process has reported them."""
         if len(self._probes) < self._identity.processes:
             return []
         probes, self._probes = self._probes, {}
         seconds = {
-            (process, place): one for process, all_of_it in probes.items() for place, one in enumerate(all_of_it)
+            (process, device): device_seconds
+            for process, process_seconds in probes.items()
+            for device, device_seconds in enumerate(process_seconds)
         }
         return self._slow_devices.see_probe(seconds)
 
     def close(self) -> None:
-        """Lines that are on their way have a few seconds."""
+        """Closes the logs; lines still to be written have a few seconds."""
         if self._sampler is not None:
             self._sampler.close()
         for log in self._logs or ():
             log.close()
 
-    def _tell_of(self, found: Straggler, step: int) -> None:
-        """Who holds the others up, or does no longer."""
-        host, doing = self._hosts[found.process], DOING[found.phase]
-        who = f"process {found.process} of {self._identity.processes} on {host}"
-        if found.began:
-            share = found.seconds / found.step_seconds
+    def _report_straggler(self, straggler: Straggler, step: int) -> None:
+        """Reports a process that delays the others, or no longer does."""
+        host, doing = self._hosts[straggler.process], DOING[straggler.phase]
+        who = f"process {straggler.process} of {self._identity.processes} on {host}"
+        if straggler.began:
+            share = straggler.seconds / straggler.step_seconds
             line = (
-                f"WARNING step {step}: {who} holds the others up: for {doing} it takes {1e3 * found.seconds:.0f} ms "
-                f"more than they do ({share:.0%} of a step)"
+                f"WARNING step {step}: {who} holds the others up: for {doing} it takes {1e3 * straggler.seconds:.0f} "
+                f"ms more than they do ({share:.0%} of a step)"
             )
         else:
             line = f"note    step {step}: {who} no longer takes more time than the others for {doing}"
-        seconds = {"slower_seconds": found.seconds, "step_seconds": found.step_seconds}
-        self._blame("straggler", found.began, step, found.process, line, phase=found.phase, **seconds)
+        seconds = {"slower_seconds": straggler.seconds, "step_seconds": straggler.step_seconds}
+        self._blame("straggler", straggler.began, step, straggler.process, line, phase=straggler.phase, **seconds)
 
-    def _tell_of_device(self, slow: SlowDevice, found_by: str, step: int) -> None:
+    def _report_slow_device(self, slow: SlowDevice, found_by: str, step: int) -> None:
         process, device = slow.device
         who = f"device {device} of process {process} on {self._hosts[process]}"
         if slow.began:
@@ -220,26 +226,32 @@ class Monitoring:
             "slow_device", slow.began, step, process, line, device=device, found_by=found_by, slower=slow.slower, **why
         )
 
-    def _tell_of_fault(self, process: int, what: str, step: int) -> None:
-        """Once an hour of the same: a bad cable counts errors all day, and all processes of its host see them."""
+    def _report_host_fault(self, process: int, fault: str, step: int) -> None:
+        """Reports a fault of a host, the same one at most once an hour.
+
+        A bad cable counts errors all day, and all processes of its host see them.
+        """
         host = self._hosts[process]
-        same = host, re.sub(r"\b\d+ (more|uncorrected)", r"\1", what)
-        if time.monotonic() < self._told_faults.get(same, -_AGAIN_SECONDS) + _AGAIN_SECONDS:
+        key = host, re.sub(r"\b\d+ (more|uncorrected)", r"\1", fault)  # without the number of errors
+        if time.monotonic() < self._reported_faults.get(key, -_REPEAT_SECONDS) + _REPEAT_SECONDS:
             return
-        self._told_faults[same] = time.monotonic()
-        line = f"WARNING step {step}: process {process} on {host}: {what}"
-        self._blame("host_fault", True, step, process, line, why=what)
+        self._reported_faults[key] = time.monotonic()
+        line = f"WARNING step {step}: process {process} on {host}: {fault}"
+        self._blame("host_fault", True, step, process, line, why=fault)
 
     def _blame(self, kind: str, began: bool, step: int, process: int, line: str, **details: Any) -> None:
-        """Writes an event about a process, or about its end if it has not begun, and shows a line."""
+        """Writes an event about a problem of a process, or about its end unless it `began`, and prints a line."""
         kind = kind if began else f"{kind}_over"
         self._events.write(kind, step=step, at_fault=process, at_fault_host=self._hosts[process], **details)
         self._status.line(line)
 
-    def _note_steps_again(self, later: list[dict[str, Any]]) -> None:
-        """Lines of steps after the checkpoint that the run goes on from, which are taken again."""
+    def _record_repeated_steps(self, repeated: list[dict[str, Any]]) -> None:
+        """Writes events about the steps after the checkpoint that the run resumes from, which it repeats.
+
+        `repeated` has their lines in the metrics.
+        """
         by_attempt: defaultdict[int, list[dict[str, Any]]] = defaultdict(list)
-        for line in later:
+        for line in repeated:
             if line["kind"] == "train":
                 by_attempt[line.get("attempt", self._events.attempt - 1)].append(line)
         for attempt, lines in sorted(by_attempt.items()):
@@ -253,30 +265,31 @@ class Monitoring:
 
 
 class BadStepMonitor:
-    """Sees the metrics of every finished step, in all processes; one of them, the writer, reports."""
+    """Checks the metrics of every finished step, in all processes; only the writer, process 0, reports."""
 
     def __init__(self, run: CompiledRun):
         self._most = run.config.train.max_bad_steps
         self._rows = run.config.data.global_batch_size
         self._order = run.training_data.order
         self._events, self._status, self._writer = run.events, run.status, run.writes
-        self._good: tuple[int, float] | None = None
+        self._last_good: tuple[int, float] | None = None
         """The last good step and its loss."""
-        self._between: set[int] = set()
-        """Steps without targets among the bad steps in a row, which they neither add to nor end."""
-        self._told_of_targets = False
+        self._without_targets: set[int] = set()
+        """Steps without targets in the current row of bad steps; they neither count as bad nor end the row."""
+        self._noted_no_targets = False
 
     def see(self, step: int, values: dict[str, Any]) -> None:
         """Raises `UserError`, in all processes after the same step, after too many bad steps in a row."""
         if self._writer:
-            self._note_passed_over(step)
+            self._report_skipped_rows(step)
         in_a_row = values["bad_in_a_row"]
         if not values["tokens"]:
-            self._between |= {step} if in_a_row else set()
-            self._note_no_targets(step)
+            self._without_targets |= {step} if in_a_row else set()
+            self._report_no_targets(step)
             return
         if not in_a_row:
-            self._good, self._between = (step, values["loss"]), set()
+            self._last_good = (step, values["loss"])
+            self._without_targets = set()
             return
         first, last = self._range(step, step)
         bad = "the loss" if not math.isfinite(values["loss"]) else "the gradient"
@@ -288,27 +301,27 @@ class BadStepMonitor:
         if in_a_row > self._most:
             raise UserError(self._diagnosis(step, in_a_row, bad))
 
-    def _note_no_targets(self, step: int) -> None:
-        """Says it of the first such step of this start: there may be many."""
-        if self._writer and not self._told_of_targets:
+    def _report_no_targets(self, step: int) -> None:
+        """Reports a step without targets, only the first one of this start: there may be many."""
+        if self._writer and not self._noted_no_targets:
             first, last = self._range(step, step)
             self._status.line(
                 f"note    step {step}: its rows ({first} to {last}) have no targets, so it changes nothing; the loss "
                 f"of such steps is null in {METRICS}"
             )
-        self._told_of_targets = True
+        self._noted_no_targets = True
 
-    def _note_passed_over(self, step: int) -> None:
-        """Says when rows of `data.skip` have been passed over."""
+    def _report_skipped_rows(self, step: int) -> None:
+        """Reports rows of `data.skip` that were skipped in this step."""
         before = self._order.rows_skipped(step - 2) if step > 1 else 0
-        passed = self._order.rows_skipped(step - 1) - before
-        if passed:
+        skipped = self._order.rows_skipped(step - 1) - before
+        if skipped:
             first, last = self._range(step, step)
-            self._events.write("rows_skipped", step=step, count=passed, rows=[first, last])
-            self._status.line(f"note    rows skipped in step {step}: {passed}")
+            self._events.write("rows_skipped", step=step, count=skipped, rows=[first, last])
+            self._status.line(f"note    rows skipped in step {step}: {skipped}")
 
     def _range(self, first_step: int, last_step: int) -> tuple[int, int]:
-        """The numbers of the first and the last row of the batches of these steps."""
+        """Returns the numbers of the first and the last row in the batches of these steps."""
         first = self._order.numbers(first_step - 1, [0])
         return int(first[0]), int(self._order.numbers(last_step - 1, [self._rows - 1])[0])
 
@@ -317,15 +330,17 @@ class BadStepMonitor:
         first = step
         while in_a_row > 1:
             first -= 1
-            in_a_row -= first not in self._between
+            in_a_row -= first not in self._without_targets
         return first
 
     def _diagnosis(self, step: int, in_a_row: int, bad: str) -> str:
+        """Returns the error message for too many bad steps in a row, with the rows that may have caused them."""
         since = self._first_bad_step(step, in_a_row)
         first, last = self._range(since, step)
         good = "none was good since this start"
-        if self._good is not None:
-            good = f"the last good step was {self._good[0]}, its loss {self._good[1]:.4f}"
+        if self._last_good is not None:
+            good_step, loss = self._last_good
+            good = f"the last good step was {good_step}, its loss {loss:.4f}"
         return (
             f"{in_a_row} steps in a row, up to step {step}: {bad} was infinite or NaN ({good}; the rows of these "
             f"steps are {first} to {last}); if these rows are the cause, add {{from_row: {first}, rows: "

@@ -1,7 +1,7 @@
 """The request to stop: by signal, by a file STOP in the run directory, or because the allocation ends.
 
-The run then ends after a step, with a checkpoint; before the first step of a start it ends at once. A second signal
-ends it at once, whatever the main thread is in.
+The run then ends after the current step, with a checkpoint; before the first step of a start it ends at once. A second
+signal ends it at once, whatever the main thread is doing.
 """
 
 import contextlib
@@ -21,22 +21,22 @@ from jaxmnt.distributed.identity import Identity
 from jaxmnt.distributed.launchers import parse_number
 from jaxmnt.errors import remark
 
-ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-WARNING = signal.SIGUSR1
-"""What a scheduler sends ahead of the end (Slurm: --signal=USR1@SECONDS). What follows it is a first signal."""
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+WARNING_SIGNAL = signal.SIGUSR1
+"""Sent by a scheduler before the end (Slurm: --signal=USR1@SECONDS). The next stop signal counts as a first one."""
 STOP_FILE = "STOP"
 
 _LATEST = 2**40
-"""No clock shows more seconds."""
+"""Upper limit on Unix seconds in the environment."""
 _LOOK_SECONDS = 2.0
 _SAME_SECONDS = 1.0
-"""What comes so soon after a first signal is the same request once more, handed on by a launcher."""
+"""A signal so soon after the first one is a copy of it, forwarded by a launcher."""
 
 
 class StopRequest:
-    """Whether this process was asked to stop. Used as a context manager, in the main thread.
+    """Listens for requests to stop this process. Used as a context manager, in the main thread.
 
-    Signals are heard by a thread, because Python's own handlers wait while the main thread is in a library.
+    A thread receives the signals, because Python's own handlers do not run while the main thread is in a C library.
     """
 
     def __init__(
@@ -46,20 +46,20 @@ class StopRequest:
         seconds: float | None = None,
         early: Callable[[str], Any] | None = None,
     ):
-        """`run_dir` is watched for the file STOP, and the run stops after `seconds`, if given: by process 0.
+        """Watches `run_dir` for the file STOP, and stops the run after `seconds`. Process 0 passes these.
 
-        `at_once` is called with the reason when a second signal comes, `early` when the wish comes before the first
-        step, to end the process; without it that step is taken.
+        Calls `at_once` with the reason at a second signal. Calls `early` with the reason at a request before the first
+        step, to end the process; without `early`, the first step is taken.
         """
         self.reason: str | None = None
-        """What asked for it, in a word; None if nothing did."""
+        """The source of the request, such as SIGTERM; None if there was no request."""
         self._file = None if run_dir is None else run_dir / STOP_FILE
         self._at_once = at_once
         self._ends_at = None if seconds is None else time.monotonic() + seconds
         self._early = early
         self._leaving = threading.Lock()
-        self._asked: float | None = None
-        self._over = False
+        self._first_signal_time: float | None = None
+        self._is_done = False
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._listen, name="stop", daemon=True)
         self._scope = contextlib.ExitStack()
@@ -75,24 +75,24 @@ class StopRequest:
         with self._leaving:
             self.reason = reason
             early = self._early
-            what = "nothing to save before the first step: stopping"
+            action = "nothing to save before the first step: stopping"
             if early is None:
-                what = "saving a checkpoint after this step, then stopping (a second signal stops at once)"
+                action = "saving a checkpoint after this step, then stopping (a second signal stops at once)"
             with contextlib.suppress(OSError, ValueError):  # a closed terminal must not keep us from saving
-                print(f"\n{reason}: {what}", file=sys.stderr, flush=True)
+                print(f"\n{reason}: {action}", file=sys.stderr, flush=True)
             if early is not None:
-                self.obeyed()
+                self.mark_done()
                 early(reason)
 
-    def steps_begin(self) -> None:
-        """From now on there may be something to save. Does not return if the process is leaving already."""
+    def begin_steps(self) -> None:
+        """From now on a request saves a checkpoint first. Does not return if the process is already exiting."""
         with self._leaving:
             self._early = None
 
-    def obeyed(self) -> None:
-        """The run is over, and nothing more to be asked of it. Removes the file that asked for it: else the next start
-        would stop as well."""
-        self._over = True
+    def mark_done(self) -> None:
+        """Ignores further requests, since the run is ending. Removes the file STOP if it requested the stop, because
+        the next start would stop as well."""
+        self._is_done = True
         if self._file is not None and self.reason == STOP_FILE:
             try:
                 self._file.unlink(missing_ok=True)
@@ -100,16 +100,16 @@ class StopRequest:
                 remark(f"note: {self._file} cannot be removed: {error.strerror}; the next start will stop at once")
 
     def __enter__(self) -> "StopRequest":
-        ear, bell = socket.socketpair()
-        bell.setblocking(False)
-        ear.settimeout(_LOOK_SECONDS)
-        self._wakeup_read, self._wakeup_write = ear, bell
+        self._wakeup_read, self._wakeup_write = socket.socketpair()
+        self._wakeup_write.setblocking(False)
+        self._wakeup_read.settimeout(_LOOK_SECONDS)
         self._scope.callback(early_signals.release)
-        # First, so that there is no moment in which a signal is neither remembered nor heard.
-        before = signal.set_wakeup_fd(bell.fileno(), warn_on_full_buffer=False)
+        # Set the wakeup descriptor before the handlers, so that no signal is lost in between.
+        before = signal.set_wakeup_fd(self._wakeup_write.fileno(), warn_on_full_buffer=False)
         self._scope.callback(signal.set_wakeup_fd, before)
         self._scope.callback(early_signals.restore, early_signals.handle(lambda *_: None))
-        bell.send(bytes(early_signals.taken()))
+        # Signals that came earlier are handled like later ones.
+        self._wakeup_write.send(bytes(early_signals.taken()))
         self._thread.start()
         return self
 
@@ -119,7 +119,7 @@ class StopRequest:
         with contextlib.suppress(OSError):
             self._wakeup_write.send(b"\0")
         self._thread.join(_LOOK_SECONDS)
-        if not self._thread.is_alive():  # else it is in a file system that hangs
+        if not self._thread.is_alive():  # it is alive if its file system hangs, and then still uses the sockets
             self._wakeup_read.close()
             self._wakeup_write.close()
 
@@ -127,27 +127,27 @@ class StopRequest:
         while not self._end.is_set():
             with contextlib.suppress(TimeoutError):
                 for number in self._wakeup_read.recv(64):
-                    self._hear(number)
+                    self._handle_signal(number)
             if not self.wanted:
-                with contextlib.suppress(OSError):  # a file system that is away asks for nothing
-                    self._look()
+                with contextlib.suppress(OSError):  # a file system that cannot be reached requests nothing
+                    self._check_file_and_time()
 
-    def _hear(self, number: int) -> None:
-        if self._over:
+    def _handle_signal(self, number: int) -> None:
+        if self._is_done:
             return
-        if number == WARNING:
+        if number == WARNING_SIGNAL:
             self.ask(signal.Signals(number).name)
-        elif number in ASKING:
+        elif number in STOP_SIGNALS:
             name = signal.Signals(number).name
             now = time.monotonic()
-            if self._asked is None:
-                self._asked = now
-            elif now - self._asked > _SAME_SECONDS:
+            if self._first_signal_time is None:
+                self._first_signal_time = now
+            elif now - self._first_signal_time > _SAME_SECONDS:
                 self._at_once(f"stopped at once by a second signal, {name}")
             self.ask(name)
 
-    def _look(self) -> None:
-        """For what asks without a signal."""
+    def _check_file_and_time(self) -> None:
+        """Checks for the file STOP, and for the end of the allocation."""
         if self._file is not None and self._file.exists():
             self.ask(STOP_FILE)
         elif self._ends_at is not None and time.monotonic() >= self._ends_at:
@@ -162,8 +162,8 @@ def stop_request(
     *,
     beside: bool = False,
 ) -> StopRequest:
-    """What hears of requests to stop. In process 0 also by the end of the allocation, and by the file STOP, unless this
-    works `beside` the run: the file is for the run, and removed when it is obeyed."""
+    """Makes the listener for requests to stop. In process 0 it also watches for the end of the allocation and the file
+    STOP. A command `beside` the run ignores the file: it is for the run, which removes it."""
     if identity.process_id != 0:
         return StopRequest(None, at_once, None, early)
     seconds = seconds_left(config.run.max_minutes, config.run.stop_margin_seconds, os.environ)
@@ -171,12 +171,13 @@ def stop_request(
 
 
 def seconds_left(minutes: float | None, margin: float, environment: Mapping[str, str]) -> float | None:
-    """Seconds until the run has to stop, `margin` before the allocation ends; None if no end is known.
+    """Returns the seconds until the run must stop, `margin` before the allocation ends; None if no end is known.
 
-    It ends after `minutes`, or when Slurm says so (SLURM_JOB_END_TIME, in Unix seconds), whichever is sooner.
+    The allocation ends after `minutes`, or at SLURM_JOB_END_TIME (Unix seconds), whichever is sooner.
     """
-    left = [60 * minutes] if minutes is not None else []
-    told = environment.get("SLURM_JOB_END_TIME")
-    if told and (slurm := parse_number("SLURM_JOB_END_TIME", told, most=_LATEST) - time.time()) > 0:
-        left.append(slurm)
-    return min(left) - margin if left else None
+    limits = [60 * minutes] if minutes is not None else []
+    end_time = environment.get("SLURM_JOB_END_TIME")
+    # A time in the past is that of another job, inherited from its environment.
+    if end_time and (slurm_limit := parse_number("SLURM_JOB_END_TIME", end_time, most=_LATEST) - time.time()) > 0:
+        limits.append(slurm_limit)
+    return min(limits) - margin if limits else None

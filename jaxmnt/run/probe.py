@@ -1,4 +1,4 @@
-"""A product that each device computes by itself: the only sign of a slow device, on which all others wait.
+"""A matrix product that each device computes alone. Only this shows a slow device, since in a step all others wait.
 
 Legend: W width of a matrix.
 """
@@ -12,12 +12,14 @@ import numpy as np
 from jax import Array
 
 _REPEATS = 4
-"""Of which the quickest counts."""
+"""Repetitions; the fastest one counts."""
 
 
 class TimedProduct:
-    """The product of two square matrices on each of these devices of this process, one after the other. Nothing else
-    should run on them."""
+    """Times the product of two square matrices on each of these devices of this process, one device after the other.
+
+    Nothing else should run on the devices meanwhile.
+    """
 
     def __init__(self, devices: Sequence[jax.Device], width: int):
         self.flops = 2 * width**3
@@ -25,10 +27,10 @@ class TimedProduct:
         self._product = jax.jit(lambda x_WW: x_WW @ x_WW)
         self._matrices = [jax.device_put(np.ones((width, width), dtype), device) for device in devices]
         for x_WW in self._matrices:
-            self._product(x_WW).block_until_ready()  # compiled for each device
+            self._product(x_WW).block_until_ready()  # compiles it for each device
 
     def __call__(self) -> list[float]:
-        """Seconds of each device."""
+        """Returns the seconds that each device took."""
         return [min(self._time(x_WW) for _ in range(_REPEATS)) for x_WW in self._matrices]
 
     def _time(self, x_WW: Array) -> float:

@@ -1,4 +1,4 @@
-"""Steps of a run taken again from a checkpoint, beside it, and compared with what they were."""
+"""Replays steps of a run from a checkpoint without changing the run, and compares them with the recorded steps."""
 
 import json
 from collections.abc import Callable
@@ -11,17 +11,17 @@ from jaxmnt.checkpoint.commit import open_checkpoint
 from jaxmnt.checkpoint.manifest import DamagedError
 from jaxmnt.checkpoint.names import named
 from jaxmnt.checkpoint.refs import CHECKPOINTS, locate
-from jaxmnt.checkpoint.restore import differing, restore
+from jaxmnt.checkpoint.restore import mismatched_arrays, restore
 from jaxmnt.config.describe import changes
 from jaxmnt.distributed.coordination import broadcast
 from jaxmnt.errors import ConfigError, ExitCode, listed
 from jaxmnt.run.branch import branch_points
-from jaxmnt.run.changes import with_choices_of
+from jaxmnt.run.changes import inherit_choices
 from jaxmnt.run.compile_cache import use_compile_cache
 from jaxmnt.run.compiling import compile_steps
 from jaxmnt.run.input import begin_feed, plan_rows, read_data
 from jaxmnt.run.rundir import checkpoint_root
-from jaxmnt.run.starting_state import completed, wanted_of
+from jaxmnt.run.starting_state import state_to_restore, with_missing_parts
 from jaxmnt.run.values import RunProcess
 from jaxmnt.strict_json import finite, json_text
 from jaxmnt.telemetry.events import METRICS, records
@@ -34,38 +34,44 @@ _COMPARED = ("loss", "grad_norm", "tokens")
 def replay(process: RunProcess, first: int, last: int) -> int:
     """Takes the steps after the checkpoint of step `first` up to `last`, and writes nothing.
 
-    Returns 0 if loss, gradient norm and tokens of each are those in metrics.jsonl, and the state that of the checkpoint
-    of step `last` if there is one; else 1. Steps whose line is lost are not compared. Raises `ConfigError` for a config
-    that cannot lead to the same, and for steps that the run has not taken.
+    Returns 0 if loss, gradient norm and tokens of each step equal those in metrics.jsonl, and the state equals that of
+    the checkpoint of step `last`, if there is one; else 1. Steps without a line in metrics.jsonl are not compared.
+    Raises `ConfigError` for a config with other maths, and for steps that the run has not taken.
     """
     run = read_data(process)
-    training_data = plan_rows(run, keeps=False)
+    training_data = plan_rows(run, write_index=False)
     path = locate(f"{checkpoint_root(run.config)}@{first}", "--replay")
     assert path is not None
-    expected = _steps_of(run, first, last)
+    expected = _recorded_steps(run, first, last)
     try:
         checkpoint = open_checkpoint(path)
     except DamagedError as damage:
         raise ConfigError(f"--replay: checkpoint {path} is not whole: {damage}; begin at another") from damage
+    # Only changes without effect on the numbers are allowed.
     before = checkpoint.config
-    run = replace(run, config=with_choices_of(run.config, before))
+    run = replace(run, config=inherit_choices(run.config, before))
     different = changes(before, run.config)
     other_maths = [change.key for change in different if change.resume != "harmless"]
     if other_maths:
         raise ConfigError(f"--replay: {other_maths[0]} is not what it was when these steps were taken; undo the change")
+    # Restore and compile as the run did.
     training_data.branch_at(branch_points(checkpoint.manifest.lineage))
     use_compile_cache(run.config.run.compile_cache, run.directory)
     program = compile_steps(run)
-    restored = restore(checkpoint, wanted_of(program, checkpoint), run.identity)
-    state = completed(program, program.from_canonical(restored.state))
-    feed, control = begin_feed(run, training_data, program, first), ControlFlags(program.control_sharding)
-    same, tokens = True, checkpoint.manifest.tokens
+    restored = restore(checkpoint, state_to_restore(program, checkpoint), run.identity)
+    state = with_missing_parts(program, program.from_canonical(restored.state))
+    feed = begin_feed(run, training_data, program, first)
+    control = ControlFlags(program.control_sharding)
+    same = True
+    tokens = checkpoint.manifest.tokens
     for step in range(first + 1, last + 1):
         batch, _ = feed.take()
         state, metrics = program.step(state, batch | {"control": control.array()})
-        found = {name: jax.device_get(metrics[name]).item() for name in _COMPARED}
-        tokens += (targets := found["tokens"])
-        same &= _compare(run.status, step, found | {"tokens": tokens, "targets": targets}, expected.get(step))
+        actual = {name: jax.device_get(metrics[name]).item() for name in _COMPARED}
+        # metrics.jsonl has the tokens since the start of the run; a step's metrics have only its targets.
+        targets = actual["tokens"]
+        tokens += targets
+        same &= _compare(run.status, step, actual | {"tokens": tokens, "targets": targets}, expected.get(step))
     same &= _compare_state(run, last, lambda: program.to_canonical(state))
     if not same:
         changed = f"; changed since are {', '.join(change.key for change in different)}" if different else ""
@@ -77,49 +83,51 @@ def replay(process: RunProcess, first: int, last: int) -> int:
     return ExitCode.FINISHED if same else ExitCode.FAILURE
 
 
-def _steps_of(run: RunProcess, first: int, last: int) -> dict[int, dict[str, Any]]:
-    """The lines of metrics.jsonl after step `first` up to `last`, by step, the same in all processes.
+def _recorded_steps(run: RunProcess, first: int, last: int) -> dict[int, dict[str, Any]]:
+    """Returns the lines of metrics.jsonl after step `first` up to `last`, by step, equal in all processes.
 
-    Raises `ConfigError` if the last of these steps was not taken yet.
+    Raises `ConfigError` if the run has not taken the last of these steps.
     """
-    path, told = run.directory / METRICS, None
+    path = run.directory / METRICS
+    message = None
     if run.identity.process_id == 0:
-        newest, found = 0, {}
+        newest, lines = 0, {}
         for line in records(path):
             if line["kind"] == "train":
                 newest = max(newest, line["step"])
                 if first < line["step"] <= last:
-                    found[line["step"]] = {name: line[name] for name in _COMPARED}
-        told = json_text([newest, found])
-    newest, found = json.loads(broadcast("what steps were", told, run.identity))
+                    lines[line["step"]] = {name: line[name] for name in _COMPARED}
+        message = json_text([newest, lines])
+    newest, lines = json.loads(broadcast("what steps were", message, run.identity))
     if last > newest:
         there = f"step {newest} is the last in {path}" if newest else f"there are no steps in {path}"
         hint = f"give {first}:TO with TO up to {newest}" if newest > first else "name an earlier checkpoint"
         raise ConfigError(f"--replay: {first}:{last} ends after what the run has recorded: {there}; {hint}")
-    return {int(step): line for step, line in found.items()}
+    return {int(step): line for step, line in lines.items()}
 
 
-def _compare(status: StatusLine, step: int, found: dict[str, float], expected: dict[str, Any] | None) -> bool:
-    shown = f"step {step}  loss {found['loss']:.6f}" if found["targets"] else f"step {step}  no targets"
+def _compare(status: StatusLine, step: int, actual: dict[str, float], expected: dict[str, Any] | None) -> bool:
+    """Compares a step with its line in metrics.jsonl and prints the result. Returns True unless they differ."""
+    shown = f"step {step}  loss {actual['loss']:.6f}" if actual["targets"] else f"step {step}  no targets"
     if expected is None:
         status.line(f"{shown}: not compared, metrics.jsonl lacks this step")
         return True
-    # As a line of metrics.jsonl has them: null of a step that is bad or has no targets.
-    written = finite(found)
+    # As in metrics.jsonl, where values of a step that is bad or has no targets are null.
+    written = finite(actual)
     wrong = [name for name in _COMPARED if written[name] != expected[name]]
-    told = ", ".join(f"{name} was {expected[name]} and is {written[name]}" for name in wrong)
-    status.line(f"{shown}: {'DIFFERENT, ' + told if wrong else 'the same'}")
+    differences = ", ".join(f"{name} was {expected[name]} and is {written[name]}" for name in wrong)
+    status.line(f"{shown}: {'DIFFERENT, ' + differences if wrong else 'the same'}")
     return not wrong
 
 
 def _compare_state(run: RunProcess, last: int, state: Callable[[], Any]) -> bool:
-    """With the checkpoint of the last step, if it is there. Whether it is the same, or not there."""
+    """Compares the state with the checkpoint of the last step. Returns True unless there is one and they differ."""
     path = checkpoint_root(run.config) / CHECKPOINTS / str(last)
     try:
         manifest = open_checkpoint(path).manifest
     except (DamagedError, OSError):
         run.status.line(f"There is no whole checkpoint of step {last} to compare the state with.")
         return True
-    wrong = differing(f"replay to {last}", manifest, named(state()), run.identity)
+    wrong = mismatched_arrays(f"replay to {last}", manifest, named(state()), run.identity)
     run.status.line(f"state of step {last}: {f'DIFFERENT in {listed(wrong, 3)}' if wrong else 'the same, bit for bit'}")
     return not wrong

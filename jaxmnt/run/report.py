@@ -1,4 +1,4 @@
-"""What a run says of itself at its start."""
+"""Prints the status lines about a run at its start."""
 
 import math
 import os
@@ -28,18 +28,18 @@ from jaxmnt.training.noise import small_batches
 from jaxmnt.units import count, size
 
 _LIBRARIES = ("flax", "optax", "orbax-checkpoint", "grain", "numpy", "tensorstore")
-_BYTES_A_TOKEN = 20
-"""Five fields of four bytes."""
+_BYTES_PER_TOKEN = 20
+"""Bytes of a token in a batch: five fields of four bytes."""
 _FEW_ROWS = 32
-"""An evaluation on fewer rows has a noisy loss, which is said at the start."""
-_TELLING_SHARE = 0.005
-"""Of batches without a target, from which on that is said at the start."""
+"""Number of evaluation rows below which a note says that the loss is noisy."""
+_NOTED_FRACTION = 0.005
+"""Fraction of batches without a target from which on a note mentions them."""
 
 
-def run(run: OpenedRun) -> None:
-    """Where the run is, and what is different from the last time."""
+def print_run(run: OpenedRun) -> None:
+    """Prints where the run is, where it starts from, and what has changed since the last start."""
     start, status = run.start, run.status
-    where = f"{run.identity.processes} process{'es' if run.identity.processes > 1 else ''}"
+    processes = f"{run.identity.processes} process{'es' if run.identity.processes > 1 else ''}"
     begin = "from the start"
     if start.checkpoint is not None:
         source = start.checkpoint.path
@@ -50,7 +50,7 @@ def run(run: OpenedRun) -> None:
         }[start.kind]
     elif start.weights is not None:
         begin = f"from the start, with the weights of {start.weights}"
-    status.line(f"run     {run.directory}: {begin}, {where}")
+    status.line(f"run     {run.directory}: {begin}, {processes}")
     for remark in start.remarks:
         status.line(f"note    {remark}")
     for change in start.changes:
@@ -62,8 +62,8 @@ def run(run: OpenedRun) -> None:
         status.line(f"changed {change.key}: {change.values} ({meaning})")
 
 
-def data(run: OpenedRun) -> None:
-    """What the run reads, source by source. Process 0 also looks how many rows have no target."""
+def print_data(run: OpenedRun) -> None:
+    """Prints what the run reads, source by source. Process 0 also counts the rows without a target."""
     settings, training, status = run.config.data, run.training_data, run.status
     without = training.without_targets() if run.writes else {}
     for name, part in run.data.parts.items():
@@ -77,11 +77,11 @@ def data(run: OpenedRun) -> None:
         kind = "rows" if isinstance(part, GrainData) and part.holds_rows else kinds[settings.rows]
         status.line(
             f"rows    {label}{count(rows)} {kind} of {settings.sequence_length} tokens, "
-            f"fill {training.readers[name].fill:.3f}{_masked(without.get(name))}"
+            f"fill {training.readers[name].fill:.3f}{_without_targets(without.get(name))}"
         )
-    _evaluation(run)
+    _print_evaluation(run)
     empty = training.empty_batches(without)
-    if empty >= _TELLING_SHARE:
+    if empty >= _NOTED_FRACTION:
         status.line(
             f"note    about {empty:.0%} of the batches have no target, and their steps will change nothing: set "
             "data.rows: packed, a longer data.sequence_length or a larger data.global_batch_size"
@@ -89,7 +89,7 @@ def data(run: OpenedRun) -> None:
 
 
 def _baselines(part: Part) -> str:
-    """The losses of a uniform guess and of the tokens' frequencies; also per byte if the text's bytes are known."""
+    """Describes the losses of a uniform guess and of the unigram frequencies; also per byte if the bytes are known."""
     split = "eval" if part.unigram_nats("eval") else "train"
     frequencies, bytes_per_target = part.unigram_nats(split), part.bytes_per_target(split)
     losses = {"uniform": math.log(part.vocab_size)} | ({} if frequencies is None else {"unigram": frequencies})
@@ -100,8 +100,8 @@ def _baselines(part: Part) -> str:
     )
 
 
-def _evaluation(run: OpenedRun) -> None:
-    """How much of what is held out an evaluation reads, and when."""
+def _print_evaluation(run: OpenedRun) -> None:
+    """Prints how much of the held-out data an evaluation reads, and when."""
     held_out = run.data.tokens("eval")
     limit, every = run.config.eval_limit, run.config.train.eval_every
     if not held_out:
@@ -125,8 +125,8 @@ def _evaluation(run: OpenedRun) -> None:
         )
 
 
-def _masked(without: WithoutTargets | None) -> str:
-    """What is said of a source that says which tokens are targets."""
+def _without_targets(without: WithoutTargets | None) -> str:
+    """Describes the fraction of rows without targets, for a source that marks which tokens are targets."""
     if without is None:
         return ""
     sampled = f" of {without.read:,} that were read" if without.is_sample else ""
@@ -134,17 +134,17 @@ def _masked(without: WithoutTargets | None) -> str:
 
 
 def input_memory(run: OpenedRun, rows: int) -> dict[str, int]:
-    """Bytes of host memory that a process takes for its input, of which it reads `rows` rows a step."""
+    """Returns and prints the bytes of host memory that a process needs for its input, reading `rows` rows per step."""
     settings, indices = run.config.data, run.training_data.index_bytes
-    batch = rows * settings.sequence_length * _BYTES_A_TOKEN
-    # Besides those read ahead: one in the making by each thread, and one staged.
+    batch = rows * settings.sequence_length * _BYTES_PER_TOKEN
+    # The prefetched batches, one that each thread is reading, and the one staged on the devices.
     batches = (settings.prefetch if settings.read_threads else 0) + max(1, settings.read_threads) + 1
     run.status.line(f"host    input takes {size(indices)} of indices, up to {size(batches * batch)} of batches")
     return {"index_bytes": indices, "batch_bytes": batches * batch}
 
 
-def already_finished(run: OpenedRun) -> None:
-    """Also says how to train longer, and what the learning rate would do then."""
+def print_finished(run: OpenedRun) -> None:
+    """Prints that the run is finished, how to train for longer, and how that affects the learning rate."""
     config, checkpoint = run.config, run.start.checkpoint
     steps = 2 * config.train.steps
     run.status.line(f"This run is finished: step {run.start.step} of {config.train.steps}.")
@@ -162,19 +162,19 @@ def already_finished(run: OpenedRun) -> None:
 
 
 def environment(devices: Sequence[jax.Device]) -> dict[str, str]:
-    """What a run trains with: versions, the kind of its devices, and what changes XLA's programs."""
+    """Returns the versions, the kind of the devices, and the variables that change XLA's programs."""
     packages = {name: version(name) for name in _LIBRARIES}
     python = {"Python": platform.python_version(), "system": platform.platform()}
     return software() | python | {"device kind": devices[0].device_kind} | packages | _flags()
 
 
 def _flags() -> dict[str, str]:
-    """Returns the variables that change XLA's programs, as far as they are set."""
+    """Returns those environment variables that change XLA's programs and are set."""
     return {name: os.environ[name] for name in SHOWN if os.environ.get(name)}
 
 
-def program(status: StatusLine, program: Program, zero_lines: Sequence[str] = ()) -> None:
-    """The mesh, the model and the memory of a device. `zero_lines` tell of `mesh.zero`."""
+def print_program(status: StatusLine, program: Program, zero_lines: Sequence[str] = ()) -> None:
+    """Prints the mesh, the model and the memory of a device. `zero_lines` explain the choice of `mesh.zero`."""
     spec, memory = program.spec, program.memory
     device = program.placement.mesh.devices.flat[0]
     mesh = " × ".join(f"{axis} {n}" for axis, n in program.placement.sizes.items() if n > 1) or "one device"
@@ -202,18 +202,18 @@ def program(status: StatusLine, program: Program, zero_lines: Sequence[str] = ()
     status.line(f"compile {program.compile_seconds:.1f} s")
 
 
-def about(program: Program) -> dict[str, Any]:
-    """What advice on a run is held against: the memory of a step, how long stages are idle, and what a step is expected
-    to take on devices whose rates are known."""
+def program_summary(program: Program) -> dict[str, Any]:
+    """Returns what the advice on a run needs: the memory of a step, the idle share of pipeline stages, and the
+    expected time of a step on devices whose rates are known."""
     spec = program.spec
-    told: dict[str, Any] = {"memory": asdict(program.memory), "microbatches": spec.num_microbatches}
-    told["idle_share"] = spec.schedule.idle_share() if spec.placement.stages > 1 else 0.0
+    fields: dict[str, Any] = {"memory": asdict(program.memory), "microbatches": spec.num_microbatches}
+    fields["idle_share"] = spec.schedule.idle_share() if spec.placement.stages > 1 else 0.0
     small = small_batches(spec)
     if small is not None:
-        told["rows"] = spec.config.data.global_batch_size
-        told["rows_of_small_batches"] = small.share * told["rows"]
+        fields["rows"] = spec.config.data.global_batch_size
+        fields["rows_of_small_batches"] = small.share * fields["rows"]
     expected = expected_step(spec)
     if expected is not None:
-        told["expected_step_seconds"] = expected.seconds
-        told["expected_exposed_seconds"] = {axis: link.exposed for axis, link in sorted(expected.links.items())}
-    return told
+        fields["expected_step_seconds"] = expected.seconds
+        fields["expected_exposed_seconds"] = {axis: link.exposed for axis, link in sorted(expected.links.items())}
+    return fields

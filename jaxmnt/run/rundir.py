@@ -1,4 +1,4 @@
-"""A run's directory, and where its checkpoints are: whose they are, and what is there."""
+"""Reads a run's directory, and the directory of its checkpoints: which run they belong to, and what they contain."""
 
 import functools
 import json
@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from jaxmnt.checkpoint.commit import Committed, newest_valid, out_of_reach, step_directories, unfinished
+from jaxmnt.checkpoint.commit import Committed, newest_valid, step_directories, unfinished, unreachable_steps
 from jaxmnt.checkpoint.refs import CHECKPOINTS, YAML_ERRORS, RunFile, find, read_run
 from jaxmnt.config.describe import Change, maths_settings
 from jaxmnt.config.load import dump_config, parse_config
@@ -24,28 +24,28 @@ from jaxmnt.telemetry.events import event_file, last_commit, records
 
 
 def checkpoint_root(config: Config) -> StoragePath:
-    """Where the run's checkpoints are."""
+    """Returns the directory that contains the folder of the run's checkpoints."""
     return storage_path(config.checkpoint.dir) if config.checkpoint.dir else config.run_dir
 
 
 def run_directories(config: Config) -> list[StoragePath]:
-    """The run's directory, and where its checkpoints are if that is elsewhere. Each has the run's id, and a lock."""
+    """Returns the run's directory, and that of its checkpoints if it is another one. Each has a run.json and a lock."""
     directory, elsewhere = config.run_dir, checkpoint_root(config)
-    return [directory] if is_same_place(directory, elsewhere) else [directory, elsewhere]
+    return [directory] if is_same_directory(directory, elsewhere) else [directory, elsewhere]
 
 
-def is_same_place(one: StoragePath, other: StoragePath) -> bool:
-    """Whether two places are one, however they are written."""
-    if isinstance(one, Path) and isinstance(other, Path):
-        return one.resolve() == other.resolve()
-    return one == other
+def is_same_directory(first: StoragePath, second: StoragePath) -> bool:
+    """Returns True if two paths are the same directory, also through links and relative paths."""
+    if isinstance(first, Path) and isinstance(second, Path):
+        return first.resolve() == second.resolve()
+    return first == second
 
 
 def has_trained(config: Config) -> bool:
-    """Whether the run has a checkpoint, or an event that tells of a step, as far as these can be read."""
-    for where in (config.run_dir, checkpoint_root(config)):
+    """Returns True if the run has a checkpoint, or an event of a step, as far as these can be read."""
+    for directory in (config.run_dir, checkpoint_root(config)):
         with suppress(OSError):
-            if step_directories(where / CHECKPOINTS):
+            if step_directories(directory / CHECKPOINTS):
                 return True
     with suppress(OSError):
         return any(event["kind"] == "started" for event in records(event_file(config.run_dir, 0)))
@@ -54,7 +54,7 @@ def has_trained(config: Config) -> bool:
 
 @contextmanager
 def unreadable_is_retryable(config: Config) -> Iterator[None]:
-    """Inside, what cannot be read ends a run that has trained with exit code 1, which is tried again, instead of 2."""
+    """Makes unreadable files end a run that has trained with exit code 1, which is retried, instead of 2."""
     try:
         yield
     except ConfigError as error:
@@ -74,16 +74,16 @@ def _names_data_of_the_run(config: Config) -> bool:
 
 
 class DamagedConfigError(ConfigError):
-    """A config.yaml of a run that is not as it was written."""
+    """Raised if the config.yaml of a run is damaged."""
 
 
 def write_config(directory: Path, config: Config) -> None:
-    """Writes config.yaml, whole or not at all. By process 0."""
+    """Writes config.yaml atomically. Only process 0 calls this."""
     publish(directory / "config.yaml", dump_config(config))
 
 
 def read_config(directory: Path) -> Config:
-    """The resolved config of a run directory."""
+    """Reads the resolved config of a run directory. Raises `ConfigError`."""
     path = directory / "config.yaml"
     try:
         tree = yaml.safe_load(read(path).decode())
@@ -102,40 +102,42 @@ def read_config(directory: Path) -> Config:
 
 
 def earlier_config(directory: Path) -> Config | None:
-    """The config of the start before; None if there was none, or its file is damaged, which is said: each start writes
-    it anew, and checkpoints have their own."""
+    """Returns the config of the previous start; None if there was none.
+
+    Also None, with a remark, if its file is damaged: each start writes it again, and checkpoints have their own.
+    """
     try:
         return read_config(directory) if (directory / "config.yaml").exists() else None
     except DamagedConfigError as error:
-        _say_once(f"note: {error}: the run goes on as without it, and writes it anew")
+        _remark_once(f"note: {error}: the run continues without it, and writes it again")
         return None
 
 
 @functools.cache
-def _say_once(text: str) -> None:
+def _remark_once(text: str) -> None:
     remark(text)
 
 
 def plain_config(config: Config) -> dict[str, Any]:
-    """The resolved config as plain values, as checkpoints hold it."""
+    """Returns the resolved config as plain values, as checkpoints contain it."""
     return config.model_dump(mode="json", exclude=CLUSTER_SECTIONS)
 
 
-def known_run(config: Config) -> RunFile | None:
-    """What run.json says; None if this is a new run. Raises `ConfigError` if two places are of different runs."""
-    found = [(where, known) for where in run_directories(config) if (known := read_run(where)) is not None]
-    if len({known.run for _, known in found}) > 1:
-        told = printable(", ".join(f"{where} is of run {known.run}" for where, known in found))
-        raise ConfigError(f"checkpoint.dir: {told}; give each run a run.dir and a checkpoint.dir of its own")
-    return found[0][1] if found else None
+def run_file_of(config: Config) -> RunFile | None:
+    """Reads run.json; returns None for a new run. Raises `ConfigError` if two directories are of different runs."""
+    run_files = [(path, run_file) for path in run_directories(config) if (run_file := read_run(path)) is not None]
+    if len({run_file.run for _, run_file in run_files}) > 1:
+        runs = printable(", ".join(f"{path} is of run {run_file.run}" for path, run_file in run_files))
+        raise ConfigError(f"checkpoint.dir: {runs}; give each run a run.dir and a checkpoint.dir of its own")
+    return run_files[0][1] if run_files else None
 
 
 def branches_of(config: Config) -> list[BranchPoint]:
-    """Where the run of a config has branched off, or will when it starts; empty if it is no branch."""
-    known = known_run(config) if config.run.dir else None
-    if known is not None:
-        checkpoint = newest_valid(checkpoint_root(config) / CHECKPOINTS, known.run)
-        return branch_points(known.parents if checkpoint is None else checkpoint.manifest.lineage)
+    """Returns where the run of a config has branched off, or will when it starts; empty if it is not a branch."""
+    run_file = run_file_of(config) if config.run.dir else None
+    if run_file is not None:
+        checkpoint = newest_valid(checkpoint_root(config) / CHECKPOINTS, run_file.run)
+        return branch_points(run_file.parents if checkpoint is None else checkpoint.manifest.lineage)
     if config.run.fork_from is None:
         return []
     origin = find(config.run.fork_from, "run.fork_from")
@@ -143,62 +145,66 @@ def branches_of(config: Config) -> list[BranchPoint]:
 
 
 def check_checkpoints_reachable(config: Config) -> None:
-    """Raises `UserError` if the run's checkpoints lie where nothing is now, as where a mount is away."""
+    """Raises `UserError` if the directory of the run's checkpoints is empty now, such as if it is not mounted."""
     directory = config.run_dir
-    root, elsewhere = checkpoint_root(config) / CHECKPOINTS, run_directories(config)[1:]
+    root = checkpoint_root(config) / CHECKPOINTS
+    elsewhere = run_directories(config)[1:]
     if is_link(root) and not root.is_dir():
         kind = UserError if has_trained(config) else ConfigError
         raise kind(
             f"run.dir: {root} is a link to a folder that does not exist; mount or create that folder, then try again"
         )
-    known = read_run(directory) if elsewhere else None
-    if known is None or any(read_run(where) for where in elsewhere) or not has_trained(config):
+    run_file = read_run(directory) if elsewhere else None
+    if run_file is None or any(read_run(path) for path in elsewhere) or not has_trained(config):
         return
-    before = _place_before(directory)
-    if before is not None and is_same_place(before, elsewhere[0]):
+    # An empty checkpoint.dir is an error only if it is where the checkpoints were at the previous start.
+    previous = _previous_root(directory)
+    if previous is not None and is_same_directory(previous, elsewhere[0]):
         raise UserError(
-            f"checkpoint.dir: {elsewhere[0]} has no files of run {printable(known.run)}, which has used it before; "
+            f"checkpoint.dir: {elsewhere[0]} has no files of run {printable(run_file.run)}, which has used it before; "
             "check that it is mounted and try again; to begin at step 0, pass --fresh"
         )
 
 
-def _place_before(directory: Path) -> StoragePath | None:
-    """Where the run's checkpoints were at the start before; None if that is not known."""
+def _previous_root(directory: Path) -> StoragePath | None:
+    """Returns the directory of the run's checkpoints at the previous start; None if it is not known."""
     earlier = earlier_config(directory)
-    return None if earlier is None else checkpoint_root(earlier) if earlier.checkpoint.dir else directory
+    if earlier is None:
+        return None
+    return checkpoint_root(earlier) if earlier.checkpoint.dir else directory
 
 
 ACCEPTED = "accepted.json"
-"""In a run's directory: the values of keys of the maths that somebody has accepted, beside the id of the run."""
+"""File in a run's directory with the values, by config key, that were accepted with --accept-changes."""
 
 
 @dataclass(frozen=True)
 class RunDirectory:
-    """What is in a run's directory and where its checkpoints are, read once by the job that has the locks."""
+    """The contents of a run's directories, read once by the job that has the locks."""
 
     directory: Path
     root: StoragePath
     """The folder of the checkpoints."""
-    known: RunFile | None = None
-    """What run.json says; None if this is a new run."""
+    run_file: RunFile | None = None
+    """The content of run.json; None if this is a new run."""
     checkpoint: Committed | None = None
-    """The newest whole checkpoint of the run; without a run.json, of any run."""
-    of_others: Committed | None = None
-    """If that is None: the newest whole checkpoint of any other run."""
-    earlier: Committed | None = None
-    """The run's newest whole checkpoint where its checkpoints were at the start before, if that was elsewhere."""
-    out_of_reach: list[tuple[int, StoragePath]] = field(default_factory=list)
-    """Steps that are links to where nothing is now, oldest first."""
+    """The newest valid checkpoint of the run; without a run.json, of any run."""
+    foreign_checkpoint: Committed | None = None
+    """The newest valid checkpoint of another run, if `checkpoint` is None."""
+    checkpoint_elsewhere: Committed | None = None
+    """The run's newest valid checkpoint in the previous start's checkpoint directory, if that was another one."""
+    unreachable: list[tuple[int, StoragePath]] = field(default_factory=list)
+    """(step, path) of steps that are broken links, oldest first."""
     damaged: bool = False
-    """Without a checkpoint: whether one was set aside as damaged, or will be when the folder is cleared up."""
+    """True if `checkpoint` is None and a step was set aside as damaged, or will be when the folder is cleaned up."""
     committed: int = 0
-    """Without a checkpoint: the step of the one that the run wrote last by its events; 0 if it wrote none."""
+    """If `checkpoint` is None, the last step that the run committed according to its events; 0 if there is none."""
     accepted: dict[str, Any] = field(default_factory=dict)
-    """With a checkpoint: what was accepted at earlier starts, by key."""
+    """If there is a checkpoint, the values that were accepted at earlier starts, by key."""
 
     @property
     def run(self) -> str | None:
-        return None if self.known is None else self.known.run
+        return None if self.run_file is None else self.run_file.run
 
     @property
     def step(self) -> int:
@@ -206,65 +212,71 @@ class RunDirectory:
 
 
 def read_directory(config: Config) -> RunDirectory:
-    """Raises `ConfigError` for files that are damaged, and `OtherFormatError` for a newer checkpoint's format."""
+    """Reads the run's directories.
+
+    Raises `ConfigError` for files that are damaged, and `OtherFormatError` for a checkpoint of another format version.
+    """
     directory, root = config.run_dir, checkpoint_root(config) / CHECKPOINTS
-    known = known_run(config)
-    checkpoint = newest_valid(root, None if known is None else known.run)
-    of_others = earlier = None
-    if known is not None:
-        of_others = newest_valid(root) if checkpoint is None else None
-        earlier = _checkpoint_elsewhere(config, directory, known.run)
+    run_file = run_file_of(config)
+    checkpoint = newest_valid(root, None if run_file is None else run_file.run)
+    foreign_checkpoint = checkpoint_elsewhere = None
+    if run_file is not None:
+        foreign_checkpoint = newest_valid(root) if checkpoint is None else None
+        checkpoint_elsewhere = _checkpoint_elsewhere(config, directory, run_file.run)
     return RunDirectory(
         directory,
         root,
-        known,
+        run_file,
         checkpoint,
-        of_others,
-        earlier,
-        out_of_reach(root),
+        foreign_checkpoint,
+        checkpoint_elsewhere,
+        unreachable_steps(root),
         damaged=checkpoint is None and _has_damaged(root),
-        committed=last_commit(directory) if checkpoint is None and known is not None else 0,
+        committed=last_commit(directory) if checkpoint is None and run_file is not None else 0,
         accepted={} if checkpoint is None else _read_accepted(run_directories(config)),
     )
 
 
 def _checkpoint_elsewhere(config: Config, directory: Path, run: str) -> Committed | None:
-    before = _place_before(directory)
-    if before is None or is_same_place(before, checkpoint_root(config)):
+    previous = _previous_root(directory)
+    if previous is None or is_same_directory(previous, checkpoint_root(config)):
         return None
-    return newest_valid(before / CHECKPOINTS, run)
+    return newest_valid(previous / CHECKPOINTS, run)
 
 
 def _has_damaged(root: StoragePath) -> bool:
-    """Whether a step is set aside, or is damaged and not just cut off, of which a note tells that is not for links."""
+    """Returns True if a step is set aside, or damaged: it is not valid, and a link or without an `.unfinished` note.
+
+    Only called if no step is valid.
+    """
     names = [path.name for path in root.iterdir()] if root.is_dir() else []
     steps = [path for _, path in step_directories(root)]
     return any(".damaged" in name for name in names) or any(is_link(path) or not unfinished(path) for path in steps)
 
 
-def _read_accepted(places: list[StoragePath]) -> dict[str, Any]:
-    """What a damaged file says was not accepted, which is said."""
+def _read_accepted(directories: list[StoragePath]) -> dict[str, Any]:
+    """Reads the accepted values. Ignores damaged files, with a remark."""
     accepted: dict[str, Any] = {}
-    for where in places:
+    for directory in directories:
         with suppress(FileNotFoundError):
             try:
-                content = json.loads(read(where / ACCEPTED).decode())
+                content = json.loads(read(directory / ACCEPTED).decode())
             except (ValueError, RecursionError):
                 content = None
             if isinstance(content, dict):
                 accepted |= content
             else:
-                remark(f"note: {where / ACCEPTED} is damaged: what was accepted at earlier starts is not known from it")
+                remark(f"note: {directory / ACCEPTED} is damaged: changes that it lists need --accept-changes again")
     return accepted
 
 
-def note_accepted(config: Config, before: dict[str, Any], accepted: list[Change]) -> None:
-    """Writes down that this config goes on with what was `accepted`, also when this start comes to nothing.
+def record_accepted(config: Config, before: dict[str, Any], accepted: list[Change]) -> None:
+    """Records the `accepted` changes in the run's directories, so that later starts need not accept them again.
 
-    What was accepted `before` stays noted as long as the config says the same: an earlier checkpoint may be needed.
+    Values accepted `before` stay recorded while the config has them: the run may fall back to an earlier checkpoint.
     """
     values = maths_settings(config)
     now = {key: value for key, value in before.items() if key in values and values[key] == value}
     now |= {change.key: change.now for change in accepted}
-    for where in run_directories(config) if now != before else []:
-        publish(where / ACCEPTED, json_text(now, indent=1) + "\n")
+    for directory in run_directories(config) if now != before else []:
+        publish(directory / ACCEPTED, json_text(now, indent=1) + "\n")

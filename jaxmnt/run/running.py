@@ -1,4 +1,4 @@
-"""What takes the steps of a run, and what records and watches them."""
+"""Builds what a run needs to take steps: the feed, the log, monitoring, profiling and evaluation."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -30,17 +30,17 @@ class Running(ReadyRun):
     profiler: Profiler
     evaluator: Evaluator
     sampler: Sampler | None
-    """None if no samples are asked for."""
+    """None if `telemetry.samples` is empty."""
 
 
 def start_running(run: ReadyRun) -> Running:
-    """Opens the log and begins to read rows."""
+    """Opens the log and starts to read rows."""
     monitoring = Monitoring(run)
-    run.held.callback(monitoring.close)
+    run.resources.callback(monitoring.close)
     log = _open_log(run, monitoring)
-    run.held.callback(log.close)
+    run.resources.callback(log.close)
     profiler = Profiler(run)
-    run.held.enter_context(profiler.listening())
+    run.resources.enter_context(profiler.listening())
     _serve_status(run, log, monitoring)
     feed = begin_feed(run, run.training_data, run.program, run.start.step)
     run.events.write("data", digest=run.data.digest, **report.input_memory(run, feed.local_rows))
@@ -85,22 +85,22 @@ def _open_log(run: ReadyRun, monitoring: Monitoring) -> TrainLog:
 
 
 def rates(program: Program) -> Rates:
-    """What the rates of a program's steps are measured by, in the convention of `telemetry.flops`."""
+    """Returns the FLOPs and tokens from which a step's rates are computed, by the convention of `telemetry.flops`."""
     spec, mesh = program.spec, program.placement.mesh
     config, data = spec.config, spec.config.data
     flops = token_flops(spec.definition, data.sequence_length)
-    again = flops.recomputed(config.train.remat)
+    recomputed = flops.recomputed(config.train.remat)
     peak = peak_flops(mesh.devices.flat[0].device_kind, spec.dtype)
     return Rates(
         flops_per_token=CONVENTIONS[config.telemetry.flops](flops),
-        hardware_flops_per_token=None if again is None else CONVENTIONS["causal"](flops) + again,
+        hardware_flops_per_token=None if recomputed is None else CONVENTIONS["causal"](flops) + recomputed,
         peak_flops=None if peak is None else peak * mesh.size,
         padded_tokens=data.global_batch_size * data.sequence_length,
     )
 
 
 def _open_sinks(run: ReadyRun) -> Sinks:
-    """In process 0. A run that fails does not wait for them."""
+    """Opens the telemetry sinks in process 0. A run that fails does not wait for them."""
     names = wanted_sinks(run.config.telemetry.sinks) if run.writes else []
     sinks = Sinks(
         names,
@@ -113,9 +113,9 @@ def _open_sinks(run: ReadyRun) -> Sinks:
 
     def close(error: type[BaseException] | None, *_: object) -> None:
         if not sinks.close(patient=error is None):
-            run.heartbeat.exit_handler.must_exit_now = True  # a library's own thread may keep a process for ever
+            run.heartbeat.exit_handler.must_exit_now = True  # a sink's own thread may keep the process alive forever
 
-    run.held.push(close)
+    run.resources.push(close)
     return sinks
 
 
@@ -123,8 +123,8 @@ def _serve_status(run: ReadyRun, log: TrainLog, monitoring: Monitoring) -> None:
     settings = run.config.telemetry
     if settings.port is None or not run.writes:
         return
-    about = {"run": run.start.run, "steps": run.config.train.steps, "processes": run.identity.processes}
-    status = lambda: {**log.latest, **monitoring.status(), **about, "now": str(run.watchdog.position())}
-    url = run.held.enter_context(serving(settings.host, settings.port, status))
+    constants = {"run": run.start.run, "steps": run.config.train.steps, "processes": run.identity.processes}
+    status = lambda: {**log.latest, **monitoring.status(), **constants, "now": str(run.watchdog.position())}
+    url = run.resources.enter_context(serving(settings.host, settings.port, status))
     if url is not None:
         run.status.line(f"status  {url}/status, /metrics, /healthz, /stacks")

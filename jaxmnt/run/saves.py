@@ -1,4 +1,4 @@
-"""When a run saves, and what becomes of a save: reported, tried again, or too often failed."""
+"""Decides when a run saves, reports the saves, retries failed ones, and gives up after too many failures."""
 
 import time
 from functools import partial
@@ -24,11 +24,11 @@ from jaxmnt.telemetry.reliability import seconds_between_failures
 from jaxmnt.training.state import stored_bytes
 
 _RETRY_SECONDS = (0.0, 30.0, 120.0)
-"""After the first failure in a row, the second, and each that follows."""
+"""Delay before a retry after the first failure in a row, the second, and each further one."""
 
 
 class CheckpointManager:
-    """The checkpoints of a run under way. All processes call the same methods after the same steps."""
+    """Saves the checkpoints of a run. All processes must call the same methods after the same steps."""
 
     def __init__(self, run: CompiledRun):
         config, program = run.config, run.program
@@ -57,25 +57,25 @@ class CheckpointManager:
         self._retry_at: float | None = None
         self._blocked = 0.0
         self.count = 0
-        """Checkpoints that were committed."""
+        """Number of committed checkpoints."""
         self.blocked_seconds = 0.0
-        """How long saving has held up training."""
+        """Seconds for which saves have blocked training so far."""
 
     def prepare(self, state: Any) -> None:
-        """Compiles what a save runs on the devices, so that the first does not wait for it."""
+        """Compiles the programs that a save runs on the devices, so that the first save does not wait for them."""
         start_digests(named(self._program.to_canonical(state))).wait()
 
     @property
     def succeeded(self) -> bool:
-        """Whether the last save did."""
+        """True if the last save succeeded."""
         return not self._failed_in_a_row
 
     def check_room(self) -> None:
-        """Raises `UserError`, in all processes, if not even one checkpoint fits; says so if not all to be kept do."""
-        told = None
+        """Raises `UserError`, in all processes, if no checkpoint fits; prints a note if not all that are kept fit."""
+        short = None
         if self._identity.process_id == 0:
-            told = shortage(self._root, self._needed) or ""
-        if missing := broadcast("room for a checkpoint", told, self._identity):
+            short = shortage(self._root, self._needed) or ""
+        if missing := broadcast("room for a checkpoint", short, self._identity):
             raise UserError(
                 f"checkpoint.dir: not enough space for one checkpoint: {missing}; free space or choose "
                 "another directory"
@@ -87,21 +87,21 @@ class CheckpointManager:
                 self._status.line(f"note    {self._settings.keep + 1} checkpoints will not fit: {short}")
 
     def wants(self) -> bool:
-        """Whether this process wants a save soon: by the clock, or because the last one failed. Process 0 decides."""
+        """Returns True if process 0 requests a save: it is due by time, or the last one failed."""
         if self._identity.process_id != 0 or self.saver.busy:
             return False
         now = time.monotonic()
         return self._clock.due(now) or (self._retry_at is not None and now >= self._retry_at)
 
-    def due(self, step: int, wanted_in: int) -> bool:
-        """Whether to save after `step`: `wanted_in` is the last step in which some process wanted that."""
+    def due(self, step: int, requested_in: int) -> bool:
+        """Returns True if a save is due after `step`, given the last step in which a process requested one."""
         every = self._settings.every_steps
-        return (every > 0 and step % every == 0) or wanted_in > self._saved_step
+        return (every > 0 and step % every == 0) or requested_in > self._saved_step
 
     def save(self, step: int, state: Any, tokens: int, loss: float | None) -> float:
-        """Starts a save of what `step` led to, and returns for how many seconds that blocked.
+        """Starts a save of the state after `step`, and returns for how many seconds that blocked.
 
-        Raises `UserError` when `checkpoint.max_failed_saves` have failed in a row.
+        Raises `UserError` if `checkpoint.max_failed_saves` saves have failed in a row.
         """
         started = time.perf_counter()
         self.poll(wait=True)
@@ -116,9 +116,9 @@ class CheckpointManager:
         return self._blocked
 
     def add_loss(self, step: int, loss: float | None) -> None:
-        """Gives the checkpoint of `step` the held-out loss of an evaluation that took place after its commit.
+        """Adds the held-out loss of a later evaluation to the committed checkpoint of `step`. Process 0 writes it.
 
-        So `checkpoint.keep_best` and RUN@best count it. Process 0 writes.
+        Then `checkpoint.keep_best` and RUN@best consider it.
         """
         if self._identity.process_id != 0 or loss is None:
             return
@@ -132,7 +132,7 @@ class CheckpointManager:
             )
 
     def poll(self, *, wait: bool = False) -> None:
-        """Reports how a save went, as soon as that is known."""
+        """Reports the outcome of a save as soon as it is known."""
         saved = self.saver.result(wait=wait)
         if saved is None:
             return

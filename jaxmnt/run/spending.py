@@ -1,4 +1,4 @@
-"""What the run costs over all its starts, held to `run.budget`. Of process 0."""
+"""Tracks the cost of a run over all its starts and enforces `run.budget`, in process 0."""
 
 import time
 from pathlib import Path
@@ -17,18 +17,18 @@ _HOUR = 3600.0
 
 
 def check_price(config: Config) -> None:
-    """Raises `ConfigError` for a budget where nothing costs anything."""
+    """Raises `ConfigError` if there is a budget, but no price."""
     if config.run.budget is not None and not config.launch.cost_per_gpu_hour:
         raise ConfigError("run.budget: launch.cost_per_gpu_hour is not set; give what an hour of a GPU costs")
 
 
 class Spending:
-    """Device-hours times their price, of this start and those before it."""
+    """The cost of this start and those before it: device-hours times their price."""
 
     def __init__(self, price: float, budget: float | None, run_dir: Path, devices: int, elapsed: float):
-        """This start has `devices`, of which an hour costs `price`, and began `elapsed` seconds ago.
+        """`price` is that of an hour of one of this start's `devices`; the start began `elapsed` seconds ago.
 
-        Raises `ConfigError` if the `budget` was spent before.
+        Raises `ConfigError` if earlier starts have spent the `budget`.
         """
         self._per_second, self._budget = price * devices / _HOUR, budget
         self._since = time.monotonic() - elapsed
@@ -44,11 +44,11 @@ class Spending:
         return self._before + self._per_second * (time.monotonic() - self._since)
 
     def outlook(self, seconds: float) -> str:
-        """What is spent, and what will be after so many seconds more."""
+        """Describes the cost so far, and after this many more seconds."""
         return f"cost {self.spent:,.2f} of {self.spent + self._per_second * seconds:,.2f}"
 
     def check(self, step: int, stop: StopRequest, events: Events, status: StatusLine) -> None:
-        """After a step: warns near the budget, and asks the run to stop at it."""
+        """Warns after a step if the cost is near the budget, and asks the run to stop if it has reached it."""
         if self._budget is None or stop.wanted:
             return
         if self.spent >= self._budget:

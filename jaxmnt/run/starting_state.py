@@ -1,4 +1,4 @@
-"""The state that a run begins with: restored, of another model's parameters, or new; and what saves and compares it."""
+"""Makes the state that a run begins with (restored, from another model's parameters, or new), and its saves."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,24 +21,24 @@ from jaxmnt.training.compile import Program
 from jaxmnt.training.state import model_state
 
 REQUIRED_PARTS = ("params", "optimizer", "counters")
-"""Every checkpoint has these parts of the state; others may have been added since it was written."""
+"""Parts of the state that every checkpoint has. Later versions may have added others."""
 
 
 @dataclass
 class Progress:
-    """How far a run is: all of it that a step changes."""
+    """The position of a run: everything that a step changes."""
 
     step: int
-    """Steps that are done."""
+    """Number of steps done."""
     state: Any
     loss: float | None = None
-    """The held-out loss after the last step; None if that was not evaluated."""
+    """Held-out loss after the last step; None if it was not evaluated."""
     preempted: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReadyRun(CompiledRun):
-    """A run that has its state, and what saves and compares it."""
+    """A run with its state, its checkpoint manager and its comparison of replicas."""
 
     saves: CheckpointManager
     replicas: Replicas
@@ -46,7 +46,7 @@ class ReadyRun(CompiledRun):
 
 
 def restore_run(compiled: CompiledRun) -> ReadyRun:
-    """Restores the state to go on from, which can be an earlier one than `compiled.start` has."""
+    """Restores or creates the state; from an earlier checkpoint than that of `compiled.start` if that is damaged."""
     limits, config = compiled.config.watchdog, compiled.config
     is_new = compiled.start.checkpoint is None and compiled.start.weights is None
     with compiled.watchdog.during("creating the state" if is_new else "restoring", limits.restore_seconds):
@@ -54,7 +54,7 @@ def restore_run(compiled: CompiledRun) -> ReadyRun:
     run = replace(compiled, start=start)
     run.clock.lap("restore")
     if run.writes:
-        _note_what_it_is(run)
+        _write_description(run)
     saves = CheckpointManager(run)
     saves.check_room()
     replicas = Replicas(config.train.compare_replicas_every, run.hosts, run.events)
@@ -69,21 +69,21 @@ def restore_run(compiled: CompiledRun) -> ReadyRun:
 
 
 def starting_state(run: CompiledRun) -> tuple[ResumePoint, Any]:
-    """The state to go on from, and where that is: before `run.start` if the checkpoint of that is damaged."""
+    """Returns the state to begin with, and its resume point: an earlier one if that of `run.start` is damaged."""
     start, program = run.start, run.program
     while (checkpoint := start.checkpoint) is not None:
-        wanted = wanted_of(program, checkpoint, parameters_only=start.kind == "init")
+        abstract = state_to_restore(program, checkpoint, parameters_only=start.kind == "init")
+        verify = run.config.checkpoint.verify
         try:
-            restored = restore(
-                checkpoint, wanted, run.identity, verify=run.config.checkpoint.verify, spread=_spreads(run)
-            )
+            restored = restore(checkpoint, abstract, run.identity, verify=verify, spread=_should_spread(run))
         except DamagedError as damage:
+            # Every process gets this error and falls back to the same earlier checkpoint.
             run.events.write("checkpoint_damaged", step=checkpoint.step, why=str(damage))
             start = fall_back(start, damage, run.config, run.data, run.identity)
             for remark in start.remarks:
                 run.status.line(f"WARNING {remark}")
-            found = "from the start" if start.checkpoint is None else f"from step {start.step}"
-            run.status.line(f"WARNING going on {found} instead")
+            origin = "from the start" if start.checkpoint is None else f"from step {start.step}"
+            run.status.line(f"WARNING going on {origin} instead")
             continue
         run.events.write(
             "restore",
@@ -93,24 +93,24 @@ def starting_state(run: CompiledRun) -> tuple[ResumePoint, Any]:
             read_seconds=restored.read_seconds,
             verify_seconds=restored.verify_seconds,
         )
-        return start, completed(program, program.from_canonical(restored.state))
+        return start, with_missing_parts(program, program.from_canonical(restored.state))
     if start.weights is not None:
-        return start, _begun_with_weights(run, start.weights)
+        return start, _state_with_weights(run, start.weights)
     return start, program.init()
 
 
-def _begun_with_weights(run: CompiledRun, path: Path) -> dict[str, Any]:
-    """The state at the start of a run, with the parameters of a folder of Hugging Face."""
+def _state_with_weights(run: CompiledRun, path: Path) -> dict[str, Any]:
+    """Returns a new state with the parameters of a Hugging Face folder."""
     program, abstract = run.program, run.program.canonical_abstract_state["params"]
     loaded = load_parameters(path, program.spec.definition, abstract, run.identity)
     run.events.write(
         "restore", step=0, source="hf", bytes=loaded.bytes, read_seconds=loaded.seconds, verify_seconds=0.0
     )
-    return completed(program, program.from_canonical({"params": loaded.params}))
+    return with_missing_parts(program, program.from_canonical({"params": loaded.params}))
 
 
-def wanted_of(program: Program, checkpoint: Committed, *, parameters_only: bool = False) -> dict[str, Any]:
-    """The abstract state of what is taken from the checkpoint, by part."""
+def state_to_restore(program: Program, checkpoint: Committed, *, parameters_only: bool = False) -> dict[str, Any]:
+    """Returns the abstract state of the parts to restore from the checkpoint, by part. Raises `ConfigError`."""
     abstract = program.canonical_abstract_state
     stored = {name.partition("/")[0] for name in checkpoint.manifest.arrays}
     if parameters_only:
@@ -120,8 +120,8 @@ def wanted_of(program: Program, checkpoint: Committed, *, parameters_only: bool 
     return {part: tree for part, tree in abstract.items() if part in stored}
 
 
-def completed(program: Program, state: dict[str, Any]) -> dict[str, Any]:
-    """The state with the parts that the checkpoint does not have, as at the start of a run."""
+def with_missing_parts(program: Program, state: dict[str, Any]) -> dict[str, Any]:
+    """Returns the state with new values for the parts that the checkpoint does not have."""
     missing = [part for part in program.abstract_state if part not in state]
     if not missing:
         return state
@@ -129,26 +129,29 @@ def completed(program: Program, state: dict[str, Any]) -> dict[str, Any]:
     return {part: state.get(part, fresh[part]) for part in program.abstract_state}
 
 
-def _spreads(run: CompiledRun) -> bool:
-    """Whether replicas share the reading. On CPU, and inside a host, the file cache is quicker than the exchange."""
+def _should_spread(run: CompiledRun) -> bool:
+    """Returns True if replicas each read a share and exchange them, as `checkpoint.read` says.
+
+    With "auto", not on CPU nor with a single process: there the file cache is faster than the exchange.
+    """
     if run.config.checkpoint.read != "auto":
         return run.config.checkpoint.read == "spread"
     return not run.identity.alone and not run.program.placement.on_cpu
 
 
-def _note_what_it_is(run: CompiledRun) -> None:
-    """Writes down the config, its changes, and the tokenizer."""
-    config, start, places = run.config, run.start, run_directories(run.config)
+def _write_description(run: CompiledRun) -> None:
+    """Writes the config, its changes, the tokenizer and a source model's other files into the run's directories."""
+    config, start, directories = run.config, run.start, run_directories(run.config)
     write_config(run.directory, config)
     tokenizer = tokenizer_of_data(run.data.tokenizer, run.data.vocab_size, run.data.folder)
-    for where in places:
-        write_to_run(where, tokenizer)
+    for directory in directories:
+        write_to_run(directory, tokenizer)
     if start.kind != "own":
         source = config.run.init_from or config.run.fork_from
         files = companions.match_tokenizer(
             companions.read_source_files(start.weights, source, start.checkpoint), tokenizer
         )
-        for where in places if files else []:
-            companions.write_to_run(where, files)
+        for directory in directories if files else []:
+            companions.write_to_run(directory, files)
     for change in start.changes:
         run.events.write("config_change", **change._asdict())

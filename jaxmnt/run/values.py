@@ -1,7 +1,7 @@
-"""A run in one process, as values that are built from one another.
+"""The stages of a run in one process, as values that are built from one another.
 
-`RunProcess` has what lasts from the start to the end. `open_run` (`whole.py`) makes an `OpenedRun` of it, and
-`compile_run` (`compiling.py`) a `CompiledRun`; `starting_state.py` and `running.py` add what saves and takes steps.
+`RunProcess` has what lasts from start to end. `open_run` (`whole.py`) makes an `OpenedRun` of it, and `compile_run`
+(`compiling.py`) a `CompiledRun`; `starting_state.py` adds the state and its saves, `running.py` what takes steps.
 """
 
 import time
@@ -30,7 +30,7 @@ from jaxmnt.training.compile import Program
 
 @dataclass(frozen=True)
 class RunProcess:
-    """A process of a run, and the config as far as it is known: values built from this one have a fuller config."""
+    """A process of a run, and its config as far as it is resolved: values built from this one resolve it further."""
 
     config: Config
     directory: Path
@@ -40,22 +40,23 @@ class RunProcess:
     stop: StopRequest
     status: StatusLine
     watchdog: Watchdog
-    held: ExitStack
+    resources: ExitStack
     """Releases locks, files and threads at the end."""
-    zero_is_open: bool
-    """Whether the config as it was given leaves `mesh.zero` to the program."""
-    given_devices: Sequence[jax.Device] | None = None
+    zero_is_auto: bool
+    """True if the user's config has `mesh.zero: auto`."""
+    device_override: Sequence[jax.Device] | None = None
+    """The devices of all processes; None means all that JAX finds."""
     began: float = field(default_factory=time.perf_counter)
 
     @property
     def writes(self) -> bool:
-        """Whether this process writes what is written once for all."""
+        """True in process 0, which writes the files that exist once per run."""
         return self.identity.process_id == 0
 
     @property
     def devices(self) -> Sequence[jax.Device]:
-        """The devices of all processes that the run trains on."""
-        return self.given_devices or jax.devices()
+        """The devices that the run trains on, of all processes."""
+        return self.device_override or jax.devices()
 
 
 @contextmanager
@@ -67,17 +68,17 @@ def run_process(
     stop: StopRequest | None = None,
     devices: Sequence[jax.Device] | None = None,
 ) -> Iterator[RunProcess]:
-    """Enters a run with this process. By default it is the only one, and hears of signals by itself.
+    """Enters a run with this process. By default it is the only process, and handles signals itself.
 
     `devices` are all devices of all processes by default.
     """
     directory, identity = config.run_dir, identity or Identity()
     heartbeat = heartbeat or disconnected_heartbeat(identity)
     watchdog = Watchdog(config.watchdog, directory, identity.process_id, heartbeat)
-    with ExitStack() as held:
-        stop = stop or held.enter_context(stop_request(config, identity, heartbeat.end))
-        held.enter_context(watchdog)
-        status = held.enter_context(status_line(quiet=identity.process_id != 0))
+    with ExitStack() as resources:
+        stop = stop or resources.enter_context(stop_request(config, identity, heartbeat.end))
+        resources.enter_context(watchdog)
+        status = resources.enter_context(status_line(quiet=identity.process_id != 0))
         watchdog.tell = status.waiting
         yield RunProcess(
             config,
@@ -88,7 +89,7 @@ def run_process(
             stop,
             status,
             watchdog,
-            held,
+            resources,
             config.mesh.zero == "auto",
             devices,
         )
@@ -100,7 +101,7 @@ class RunWithData(RunProcess):
 
     data: Sources
     hosts: dict[int, str]
-    """The machine of each process."""
+    """The host name of each process."""
 
     def host_of(self, device: jax.Device) -> str:
         return self.hosts[device.process_index]
@@ -108,7 +109,7 @@ class RunWithData(RunProcess):
 
 @dataclass(frozen=True, kw_only=True)
 class OpenedRun(RunWithData):
-    """A run whose locks this process has, and of which it knows where it goes on."""
+    """A run whose locks this process holds, and whose resume point is known."""
 
     training_data: TrainingData
     notifier: Notifier
@@ -117,15 +118,15 @@ class OpenedRun(RunWithData):
 
     @property
     def finished(self) -> bool:
-        """Whether all steps were done before this start."""
+        """True if all steps were done before this start."""
         return self.start.step == self.config.train.steps
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompiledRun(OpenedRun):
-    """A run whose step is compiled, and that writes events of its own."""
+    """A run whose step is compiled, and that writes its own events."""
 
     events: Events
     spending: Spending | None
-    """None in other processes than 0, and if no price is known."""
+    """None in other processes than 0, and if no price is set."""
     program: Program

@@ -1,7 +1,7 @@
-"""A hang ends with a name: a thread that sees when this process does not get any further.
+"""Detects that this process hangs, and reports where, from a background thread.
 
-A step may take `watchdog.factor` times the median of the last ones, but at least `watchdog.step_seconds`. What happens
-between steps and takes long in good health (compiling, restoring, evaluating, saving) has limits of its own.
+A step may take `watchdog.factor` times the median of the last steps, but at least `watchdog.step_seconds`. Phases that
+normally take long (compiling, restoring, evaluating, saving) have limits of their own.
 """
 
 import statistics
@@ -25,9 +25,9 @@ _STEPS = "taking steps"
 
 
 class Watchdog:
-    """Knows where this process is, and tells the heartbeat when it has been there for too long.
+    """Tracks the phase of this process, and calls `heartbeat.halt` when a phase takes too long.
 
-    Used as a context manager. The main thread says where it is; a thread of its own looks once a second.
+    Used as a context manager. The main thread reports its phase; a background thread checks it twice a second.
     """
 
     def __init__(self, settings: Settings, run_dir: Path, process: int, heartbeat: Heartbeat):
@@ -36,16 +36,16 @@ class Watchdog:
         self._heartbeat = heartbeat
         self._main = threading.current_thread().ident
         self.reads: Callable[[], bool] = lambda: False
-        """Whether the main thread waits for input."""
+        """Returns True while the main thread waits for input."""
         self._seconds: deque[float] = deque(maxlen=_REMEMBERED)
         self._step = 0
         self._settled = False
         self.tell: Callable[[str, float, str], None] = lambda phase, seconds, done: None
-        """Called about once a second, while something else than a step goes on, with what it is and how far it is."""
+        """Called about twice a second outside of steps, with the phase, its seconds and its progress."""
         self._phase, self._since, self._done = "starting", time.monotonic(), ""
         self._limit: float | None = None
-        self._looks = 0
-        """At this process since it got further last. Counted, not timed: one that was suspended does not hang."""
+        self._checks = 0
+        """Checks since the last progress: counted instead of timed, so a suspended process does not seem to hang."""
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         heartbeat.position, heartbeat.note_stacks = self.position, self.note_stacks
@@ -60,7 +60,7 @@ class Watchdog:
 
     @contextmanager
     def during(self, phase: str, seconds: float | None) -> Iterator[None]:
-        """Inside, this phase is what goes on, for at most so long after `got_further`. None is no limit."""
+        """Makes this the phase in its context, which may take `seconds` after each `note_progress`; None: no limit."""
         before = self._phase, self._limit
         self._enter(phase, seconds)
         try:
@@ -68,16 +68,16 @@ class Watchdog:
         finally:
             self._enter(*before)
 
-    def steps_begin(self, step: int) -> None:
-        """From here on steps are taken, the first of them as number `step`, until the end of the run."""
+    def begin_steps(self, step: int) -> None:
+        """Call this before the first step of this start, which is number `step`."""
         self._step = step
         self._enter("taking the first step", self._settings.first_step_seconds)
 
-    def begins(self, step: int) -> None:
+    def begin_step(self, step: int) -> None:
         self._step = step
 
     def finished_step(self, seconds: float) -> None:
-        """A step is known to be finished on the devices, and took so long."""
+        """Call this when a step is finished on the devices, with its duration. Adapts the limit of a step."""
         if self._settled:  # the first one loads programs and opens connections
             self._seconds.append(seconds)
         self._settled = True
@@ -86,12 +86,12 @@ class Watchdog:
         limit = None if shortest is None else max(shortest, self._settings.factor * typical)
         self._enter(_STEPS, limit)
 
-    def got_further(self, done: str = "") -> None:
-        """What goes on is alive: its time begins anew. `done` says how far it is, such as batch 3 of 20."""
-        self._looks, self._done = 0, done
+    def note_progress(self, done: str = "") -> None:
+        """Restarts the time limit of the current phase. `done` says how far it is, such as batch 3 of 20."""
+        self._checks, self._done = 0, done
 
     def position(self) -> Position:
-        """From any thread."""
+        """Returns where this process is. Callable from any thread."""
         reads = self.reads()
         phase = "waiting for input" if reads else self._phase
         return Position(self._step, f"{phase}{self._main_thread()}", self._settled, own=reads)
@@ -107,35 +107,35 @@ class Watchdog:
             remark(f"note: no stacks in {self._stacks}: {error.strerror}")
 
     def _enter(self, phase: str, limit: float | None) -> None:
-        self.got_further()
+        self.note_progress()
         if phase != self._phase:
             self._since = time.monotonic()
         self._phase, self._limit = phase, limit
-        self.got_further()
+        self.note_progress()
 
     def _pause(self) -> bool:
-        """Until the next look; whether there is none."""
+        """Waits until the next check. Returns True if the watchdog has ended."""
         return self._end.wait(_LOOK_SECONDS)
 
     def _watch(self) -> None:
         while not self._pause():
-            self._looks += 1
+            self._checks += 1
             limit, phase, done = self._limit, self._phase, self._done
             if phase != _STEPS and (seconds := time.monotonic() - self._since) >= 1:
                 self.tell(phase, seconds, done)
-            if limit is not None and self._looks * _LOOK_SECONDS > limit:
+            if limit is not None and self._checks * _LOOK_SECONDS > limit:
                 after = f", after {self._step - 1} of them" if self._settled and self._step else ""
                 self._heartbeat.halt(f"no progress for {limit:g} s while {phase}{after}")
 
     def _main_thread(self) -> str:
-        """Where in our own code the main thread is."""
+        """Returns the file and function of our own code that the main thread is in."""
         frame = sys._current_frames().get(self._main or 0)
-        while frame is not None and f"{_OURS}/" not in frame.f_code.co_filename:
+        while frame is not None and f"{_PACKAGE}/" not in frame.f_code.co_filename:
             frame = frame.f_back
         if frame is None:
             return ""
-        name = frame.f_code.co_filename.rpartition(f"{_OURS}/")[2]
+        name = frame.f_code.co_filename.rpartition(f"{_PACKAGE}/")[2]
         return f" ({name} {frame.f_code.co_name})"
 
 
-_OURS = "jaxmnt"
+_PACKAGE = "jaxmnt"

@@ -1,4 +1,4 @@
-"""A run in one process, from its start to its end."""
+"""Runs a training run in one process, from start to end."""
 
 from collections.abc import Callable
 
@@ -7,7 +7,7 @@ from jaxmnt.distributed.process_group import reporting_failures
 from jaxmnt.errors import ExitCode
 from jaxmnt.run import report
 from jaxmnt.run.branch import branch_points
-from jaxmnt.run.changes import refuse_other_data, with_choices_of
+from jaxmnt.run.changes import inherit_choices, refuse_other_data
 from jaxmnt.run.compiling import compile_run
 from jaxmnt.run.input import plan_rows, read_data
 from jaxmnt.run.lock import RunLock
@@ -24,7 +24,7 @@ from jaxmnt.training.build import build_spec
 
 
 def train_in(process: RunProcess, flags: ResumeFlags, opened: Callable[[], None] = lambda: None) -> ExitCode:
-    """Trains in this process of a run. `opened` is called when the run is about to have events of its own."""
+    """Trains in this process of a run. Calls `opened` just before the run opens its event log."""
     with reporting_failures(process.heartbeat), unreadable_is_retryable(process.config):
         run = open_run(process, flags)
         if run.finished:
@@ -33,40 +33,40 @@ def train_in(process: RunProcess, flags: ResumeFlags, opened: Callable[[], None]
 
 
 def open_run(process: RunProcess, flags: ResumeFlags) -> OpenedRun:
-    """Reads what the run is about, takes its locks, and says where it goes on.
+    """Opens a run: reads its data, takes its locks, and finds the point to resume from.
 
-    A run that has finished has nothing more to do; its config is checked all the same.
+    The config of a finished run is checked as well, although there is nothing more to do.
     """
     notifier = Notifier(process.config.run.notify, process.identity.process_id, str(process.directory.absolute()))
     check_price(process.config)
-    wanted_sinks(process.config.telemetry.sinks)
+    wanted_sinks(process.config.telemetry.sinks)  # raises for unknown ones
     locks = []
-    for where in run_directories(process.config):
-        lock = process.held.enter_context(RunLock(where))
-        process.held.enter_context(process.heartbeat.exit_handler.with_hook(lock.let_go))
+    for directory in run_directories(process.config):
+        lock = process.resources.enter_context(RunLock(directory))
+        process.resources.enter_context(process.heartbeat.exit_handler.with_hook(lock.release))
         locks.append(lock)
     process.clock.watch_compile_cache()
     run = read_data(process)
-    # To read all documents of a dataset takes long: that is for a run that has its lock and is not refused.
+    # Indexing reads all documents of a dataset, which takes long: wait until the run has its lock and is not refused.
     reads_all = any(isinstance(part, GrainData) and not part.holds_rows for part in run.data.parts.values())
     if not reads_all:
-        training_data = plan_rows(run, keeps=True)
+        training_data = plan_rows(run, write_index=True)
     start = resume_point(run.config, run.data, run.identity, locks, run.status.line, flags)
     if reads_all:
-        training_data = plan_rows(run, keeps=True)
+        training_data = plan_rows(run, write_index=True)
     config = run.config
     if start.kind == "own" and start.checkpoint is not None:
-        refuse_other_data(config, run.data.digests, start.checkpoint)  # of datasets more is known now
-        config = with_choices_of(config, start.checkpoint.config)
+        refuse_other_data(config, run.data.digests, start.checkpoint)  # datasets that are now indexed have full digests
+        config = inherit_choices(config, start.checkpoint.config)
     else:
         config = config.changed({"train.eval_tokens": config.eval_limit})
     training_data.branch_at(branch_points(start.lineage))
     opened = OpenedRun(
         **vars(run) | {"config": config}, training_data=training_data, notifier=notifier, locks=locks, start=start
     )
-    report.run(opened)
-    report.data(opened)
+    report.print_run(opened)
+    report.print_data(opened)
     if opened.finished:
         build_spec(config, run.data.vocab_size, run.devices, run.host_of)
-        report.already_finished(opened)
+        report.print_finished(opened)
     return opened

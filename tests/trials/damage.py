@@ -36,7 +36,7 @@ from jaxmnt.checkpoint.export import verify
 from jaxmnt.checkpoint.manifest import MANIFEST_FILE, DamagedError, Manifest, OtherFormatError
 from jaxmnt.checkpoint.names import like, named, nested
 from jaxmnt.checkpoint.restore import restore
-from jaxmnt.checkpoint.retention import Need
+from jaxmnt.checkpoint.retention import SpaceNeeded
 from jaxmnt.checkpoint.saver import Saver, State
 from jaxmnt.config.schema import Checkpoint
 from jaxmnt.distributed.identity import Identity
@@ -392,7 +392,7 @@ def _placed_as(array: jax.Array, place: jax.Array) -> jax.Array:
 
 
 def _save(root: Path, run: str, step: int, state: State) -> Path:
-    saver = Saver(root, Checkpoint(keep=2), Need(0, 0), Identity())
+    saver = Saver(root, Checkpoint(keep=2), SpaceNeeded(0, 0), Identity())
     describe = lambda arrays: Manifest(run, step, arrays, {}, step * 1000, {}, None, [])
     saver.save(step, state, describe)
     saved = saver.result(wait=True)
