@@ -247,7 +247,7 @@ class Jaxmnt:
         import jax.numpy as jnp
         from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-        from jaxmnt.checkpoint.retention import need
+        from jaxmnt.checkpoint.retention import space_needed
         from jaxmnt.checkpoint.saver import Saver
         from jaxmnt.config.schema import Checkpoint
         from jaxmnt.distributed.identity import Identity
@@ -262,7 +262,7 @@ class Jaxmnt:
         self.abstract = jax.tree.map(describe, self.state)
         self.identity = Identity(process, PROCESSES, address)
         size = sum(array.nbytes for array in jax.tree.leaves(self.state))
-        self.saver = Saver(root, Checkpoint(), need(size, PROCESSES), self.identity)
+        self.saver = Saver(root, Checkpoint(), space_needed(size, PROCESSES), self.identity)
         self.root, self.number, self.usual = root, 0, 0.0
         self.versions: dict[str, str] = {}
 

@@ -35,7 +35,7 @@ from jaxmnt.checkpoint.arrays import Reader, cut
 from jaxmnt.checkpoint.device_digest import start_digests
 from jaxmnt.checkpoint.export import verify
 from jaxmnt.checkpoint.manifest import Array, DamagedError, Manifest, OtherFormatError
-from jaxmnt.checkpoint.names import like, named, nested
+from jaxmnt.checkpoint.names import named, nested, unflatten_like
 from jaxmnt.checkpoint.refs import find
 from jaxmnt.checkpoint.restore import restore
 from jaxmnt.config.mesh import Mesh
@@ -134,7 +134,7 @@ def test_names_are_unique_and_come_back():
     state = {"params": {"b": {"c": 1}, "a": [2, (3,)]}, "optimizer": {"count": 4}}
     arrays = named(state)
     assert list(arrays) == ["optimizer/count", "params/a/0", "params/a/1/0", "params/b/c"]
-    assert like(state, arrays) == state
+    assert unflatten_like(state, arrays) == state
     assert nested(arrays) == {"optimizer": {"count": 4}, "params": {"a": {"0": 2, "1": {"0": 3}}, "b": {"c": 1}}}
 
 
@@ -259,9 +259,9 @@ def test_the_clock():
     auto = retention.SaveTimer("auto", 36000.0, 0.0)
     assert auto.due(0.0), "the first save tells what one costs"
     auto.last = 0.0
-    auto.cost(0.5, 20.0)
+    auto.record_cost(0.5, 20.0)
     assert auto.seconds == pytest.approx(math.sqrt(2 * 0.5 * 36000), rel=0.01)
-    auto.cost(0.5, 500.0)
+    auto.record_cost(0.5, 500.0)
     assert auto.seconds == 500.0, "not more often than a save takes"
 
 
@@ -287,7 +287,7 @@ def filled(abstract: dict, seed: int) -> dict:
     make = lambda name, leaf: jax.device_put(
         some_array(leaf.shape, np.dtype(leaf.dtype), seed * 100 + names.index(name)), leaf.sharding
     )
-    return like(abstract, {name: make(name, leaf) for name, leaf in named(abstract).items()})
+    return unflatten_like(abstract, {name: make(name, leaf) for name, leaf in named(abstract).items()})
 
 
 def describe(step: int, run: str = "run"):
@@ -295,7 +295,7 @@ def describe(step: int, run: str = "run"):
 
 
 def save(root: Path, step: int, state: dict, **options) -> saver.SaveResult:
-    one = saver.Saver(root, Checkpoint(**options), retention.need(1 << 16, 1), ALONE)
+    one = saver.Saver(root, Checkpoint(**options), retention.space_needed(1 << 16, 1), ALONE)
     one.save(step, state, describe(step))
     saved = one.result(wait=True)
     assert saved is not None

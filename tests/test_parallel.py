@@ -14,7 +14,7 @@ from conftest import mostly_slow
 from jaxmnt.checkpoint.commit import newest_valid
 from jaxmnt.checkpoint.manifest import Manifest
 from jaxmnt.checkpoint.restore import restore
-from jaxmnt.checkpoint.retention import need
+from jaxmnt.checkpoint.retention import space_needed
 from jaxmnt.checkpoint.saver import Saver
 from jaxmnt.config.load import parse_config
 from jaxmnt.config.schema import Checkpoint
@@ -379,7 +379,7 @@ def test_a_checkpoint_moves_between_meshes(tmp_path):
     for name, program in programs.items():
         shardings = jax.tree.map(lambda leaf: leaf.sharding, program.canonical_abstract_state)
         state = program.from_canonical(jax.device_put(expected, shardings))
-        saver = Saver(tmp_path / name, Checkpoint(), need(1 << 20, 1), identity)
+        saver = Saver(tmp_path / name, Checkpoint(), space_needed(1 << 20, 1), identity)
         saver.save(1, program.to_canonical(state), lambda arrays: Manifest("run", 1, arrays, {}, 0, {}, None, []))
         assert saver.result(wait=True).failure is None
     for source, target in itertools.product(programs, programs):

@@ -18,7 +18,7 @@ def named(state: Tree) -> dict[str, Any]:
     return dict(sorted(by_name.items()))
 
 
-def like(state: Tree, arrays: dict[str, Any]) -> Tree:
+def unflatten_like(state: Tree, arrays: dict[str, Any]) -> Tree:
     """Returns `arrays`, which are by name, in the containers of `state`."""
     tree: Tree = jax.tree_util.tree_map_with_path(lambda path, _: arrays[_name(path)], state)
     return tree

@@ -17,7 +17,7 @@ from jaxmnt.checkpoint.arrays import Reader, Shape
 from jaxmnt.checkpoint.commit import Committed
 from jaxmnt.checkpoint.device_digest import start_digests
 from jaxmnt.checkpoint.manifest import DamagedError, Manifest
-from jaxmnt.checkpoint.names import like, named
+from jaxmnt.checkpoint.names import named, unflatten_like
 from jaxmnt.distributed.container import cores
 from jaxmnt.distributed.coordination import agree
 from jaxmnt.distributed.identity import Identity
@@ -81,7 +81,7 @@ def restore(
         if shardings[name] != leaf.sharding:
             arrays[name] = jax.jit(lambda array: array, out_shardings=leaf.sharding)(arrays[name])
             jax.block_until_ready(arrays[name])
-    return Restored(like(abstract, arrays), bytes_read, read_seconds, verify_seconds)
+    return Restored(unflatten_like(abstract, arrays), bytes_read, read_seconds, verify_seconds)
 
 
 def check_fit(checkpoint: Committed, leaves: dict[str, Any]) -> None:

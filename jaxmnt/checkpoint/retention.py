@@ -67,7 +67,7 @@ class SaveTimer:
             return False
         return self.seconds is None or now - self.last >= self.seconds
 
-    def cost(self, blocked_seconds: float, whole_seconds: float) -> None:
+    def record_cost(self, blocked_seconds: float, whole_seconds: float) -> None:
         """Records the cost of a save: how long it blocked training, and its duration, the shortest useful interval."""
         if self.minutes == "auto":
             self.seconds = max(
@@ -93,7 +93,7 @@ class SpaceNeeded:
     files: int
 
 
-def need(state_bytes: int, processes: int) -> SpaceNeeded:
+def space_needed(state_bytes: int, processes: int) -> SpaceNeeded:
     """Predicts the space that a checkpoint of `state_bytes` needs, if this number of processes writes it."""
     per_process = 8 + state_bytes // max(1, processes) // (2 << 30)  # data, metadata; data files of up to 2 GiB
     return SpaceNeeded(int(state_bytes * _OVERHEAD) + (1 << 20), _PARTS * (8 + processes * per_process))

@@ -23,7 +23,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxmnt.checkpoint.arrays import aligned
-from jaxmnt.checkpoint.names import like, named
+from jaxmnt.checkpoint.names import named, unflatten_like
 from jaxmnt.checkpoint.restore import raise_together
 from jaxmnt.distributed.coordination import all_gather
 from jaxmnt.distributed.identity import Identity
@@ -80,7 +80,7 @@ def load_parameters(path: Path, definition: Definition, abstract: Params, identi
             del matrices_URC  # its memory must be free before the next parameter is there
     folder.close()
     raise_together(f"load {path.name}", reader.failure, identity)
-    return Loaded(like(abstract, arrays), reader.bytes, time.perf_counter() - started)
+    return Loaded(unflatten_like(abstract, arrays), reader.bytes, time.perf_counter() - started)
 
 
 class _Reader:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from jaxmnt.checkpoint.retention import need, shortage
+from jaxmnt.checkpoint.retention import shortage, space_needed
 from jaxmnt.config.schema import Config
 from jaxmnt.data.sources import fit_to_data, open_sources
 from jaxmnt.distributed.coordination import broadcast, gather
@@ -163,7 +163,7 @@ def room_rows(config: Config, hosts: Hosts) -> list[Row]:
     data = open_sources(config.data)
     spec = build_spec(fit_to_data(config, data), data.vocab_size, jax.devices(), hosts)
     state = stored_bytes(canonical_abstract(spec, abstract_state(spec)))
-    required = need(state, jax.process_count())
+    required = space_needed(state, jax.process_count())
     root = run_directories(config)[-1]
     if finding := shortage(root, required):
         return [failed("room", str(root), finding, "make room, or choose another checkpoint.dir")]

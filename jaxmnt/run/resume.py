@@ -137,7 +137,7 @@ def decide(
     if contents.damaged:
         return Decision(only_damaged=True)
     if contents.committed:
-        # Its checkpoints are missing for another reason: beginning at step 0 could lose the training so far.
+        # The committed checkpoints are missing: a new start at step 0 would lose the training so far.
         return Decision(
             refusal=UserError(
                 f"run.dir: {contents.root} has no checkpoint, although this run committed one of step "

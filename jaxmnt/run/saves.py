@@ -11,7 +11,7 @@ from jaxmnt.checkpoint.device_digest import start_digests
 from jaxmnt.checkpoint.manifest import DamagedError, Manifest
 from jaxmnt.checkpoint.names import named
 from jaxmnt.checkpoint.refs import CHECKPOINTS
-from jaxmnt.checkpoint.retention import SaveTimer, need, shortage
+from jaxmnt.checkpoint.retention import SaveTimer, shortage, space_needed
 from jaxmnt.checkpoint.saver import Saver, SaveResult
 from jaxmnt.distributed.coordination import broadcast
 from jaxmnt.errors import UserError
@@ -38,7 +38,7 @@ class CheckpointManager:
         self._status = run.status
         self._identity = run.identity
         self._root = checkpoint_root(config) / CHECKPOINTS
-        needed = need(stored_bytes(program.canonical_abstract_state), run.identity.processes)
+        needed = space_needed(stored_bytes(program.canonical_abstract_state), run.identity.processes)
         self._needed = needed
         self._locks = run.locks
         self.saver = Saver(self._root, config.checkpoint, needed, run.identity, lambda: _confirm(run.locks))
@@ -145,7 +145,7 @@ class CheckpointManager:
             )
         self._failed_in_a_row = 0
         self.count += 1
-        self._clock.cost(self._blocked, saved.seconds)
+        self._clock.record_cost(self._blocked, saved.seconds)
         self._events.write(
             "checkpoint_commit",
             step=saved.step,

@@ -34,7 +34,7 @@ from jaxmnt.checkpoint import manifest as manifests
 from jaxmnt.checkpoint.commit import ORBAX_MARKER, SMALL_BYTES, commit, open_checkpoint
 from jaxmnt.checkpoint.export import verify
 from jaxmnt.checkpoint.manifest import MANIFEST_FILE, DamagedError, Manifest, OtherFormatError
-from jaxmnt.checkpoint.names import like, named, nested
+from jaxmnt.checkpoint.names import named, nested, unflatten_like
 from jaxmnt.checkpoint.restore import restore
 from jaxmnt.checkpoint.retention import SpaceNeeded
 from jaxmnt.checkpoint.saver import Saver, State
@@ -384,7 +384,7 @@ def _abstract(state: State, mesh: Mesh) -> State:
     for name, array in named(state).items():
         spec = P(*reversed([*array.sharding.spec, *[None] * (array.ndim - len(array.sharding.spec))]))
         wanted[name] = jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=NamedSharding(mesh, spec))
-    return like(state, wanted)
+    return unflatten_like(state, wanted)
 
 
 def _placed_as(array: jax.Array, place: jax.Array) -> jax.Array:
