@@ -117,7 +117,7 @@ def _remove_leftover(building: Path) -> None:
         if foreign is not None:
             what = f"a folder with {printable(foreign)}"
     if what is not None:
-        raise ConfigError(f"{building} is in the way: it is {what}, which no export has left; move it, or name another")
+        raise ConfigError(f"{building} is in the way: it is {what}, not left by an export; move it, or name another")
     lock = os.open(building, os.O_RDONLY)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -105,7 +105,7 @@ class Monitoring:
                 self._probed = self._product()
             except Exception as error:  # such as too little memory; no other process waits for the probe
                 self._probe_every, self._product = 0, None
-                remark(f"note: telemetry.probe_every: devices are not timed any more: {summary(error)}")
+                remark(f"note: telemetry.probe_every: devices are no longer timed: {summary(error)}")
         return time.perf_counter() - started
 
     def finished(self, step: int, loss: float | None) -> None:

@@ -129,7 +129,7 @@ class Profiler:
             (self._run_dir / PROFILE_FILE).unlink(missing_ok=True)
         except OSError as error:
             self._end.set()
-            self._status.line(f"WARNING {printable(str(error))}: the file {PROFILE_FILE} is not looked for any more")
+            self._status.line(f"WARNING {printable(str(error))}: the file {PROFILE_FILE} is no longer watched")
 
     def _take_timed(self, take: Callable[[], Result]) -> Result:
         """Takes a step and measures its time, until the devices have finished it."""

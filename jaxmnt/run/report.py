@@ -120,8 +120,8 @@ def _print_evaluation(run: OpenedRun) -> None:
     rows = limit // run.config.data.sequence_length
     if rows < _FEW_ROWS:
         run.status.line(
-            f"note    {counted(rows, 'row', 'rows')} of held-out tokens tell small differences of the loss from chance "
-            "only roughly; train.eval_tokens=null evaluates on all"
+            f"note    an evaluation reads only {counted(rows, 'row', 'rows')} of held-out tokens, so its loss is "
+            "noisy; set train.eval_tokens=null to evaluate on all"
         )
 
 

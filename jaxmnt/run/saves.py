@@ -186,7 +186,7 @@ class CheckpointManager:
         stated = self._settings.hours_between_failures
         mean, how = seconds_between_failures(stated, failures, running, devices)
         if self._settings.every_minutes == "auto" and self._identity.process_id == 0:
-            self._status.line(f"note    saves are timed for a failure every {mean / 3600:.1f} hours ({how})")
+            self._status.line(f"note    saves are timed for one failure every {mean / 3600:.1f} hours ({how})")
         return SaveTimer(self._settings.every_minutes, mean, time.monotonic())
 
 

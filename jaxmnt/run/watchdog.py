@@ -104,7 +104,7 @@ class Watchdog:
                 file.write(f"\n{time.strftime('%Y-%m-%d %H:%M:%S')}: {self.position()}\n".encode())
                 write_stacks(file)
         except OSError as error:
-            remark(f"note: no stacks in {self._stacks}: {error.strerror}")
+            remark(f"note: the stacks could not be written to {self._stacks}: {error.strerror}")
 
     def _enter(self, phase: str, limit: float | None) -> None:
         self.note_progress()
