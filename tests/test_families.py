@@ -27,7 +27,7 @@ from jaxmnt.training.build import build_spec
 from jaxmnt.training.compile import compile_program
 from jaxmnt.training.spec import ControlFlags
 from jaxmnt.training.state import abstract_state
-from jaxmnt.training.step import _updated_buffers, mean_gradients
+from jaxmnt.training.step import _update_buffers, mean_gradients
 
 MESHES = {
     "one device": (1, {}),
@@ -89,8 +89,8 @@ def test_a_model_that_cannot_be_is_named(model, mesh, words):
         ("UnknownAxis", {}, "norm.scale has the unknown axis 'odd'"),
         ("BufferBefore", {}, "the buffer norm.bias must belong to a layer"),
         ("Bare", {}, "a layer must return a LayerOutput, and returns a"),
-        ("Forgetful", {}, "update_buffers must return the buffers that it was given"),
-        ("Vectors", {}, "metrics must return numbers by name; loads is none"),
+        ("Forgetful", {}, "update_buffers must return buffers with the names, shapes and dtypes"),
+        ("Vectors", {}, "metrics must return a scalar for each name; loads is not a scalar"),
     ],
 )
 def test_what_the_contract_does_not_allow_is_named(family, model, words):
@@ -164,9 +164,7 @@ def pretend_step(mesh, kind="Pretend"):
     def compute(params, buffers, batch):
         found = mean_gradients(spec, params, buffers, batch, jnp.int32(0))
         stored = map_with_axes(layout.to_checkpoint_layout, found.gradients, axes.axes)
-        new = map_with_axes(
-            layout.to_checkpoint_layout, _updated_buffers(spec, buffers, found.layers), axes.buffer_axes
-        )
+        new = map_with_axes(layout.to_checkpoint_layout, _update_buffers(spec, buffers, found.layers), axes.buffer_axes)
         metrics = spec.definition.family.metrics(found.layers, found.tokens)
         return found.sums.loss * found.scale, stored, new, metrics
 

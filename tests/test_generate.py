@@ -272,7 +272,7 @@ def test_a_line_that_says_nothing_is_named(moved, asked, tmp_path, capsys, recor
         (["--system", "Be short."], "--system: only a conversation"),
         (["--chat"], "--chat: the run has no chat template"),
         (["train.steps=3"], "train.steps: only the mesh can be set here"),
-        (["mesh.pipeline=2"], "mesh.pipeline: a model is called without a pipeline"),
+        (["mesh.pipeline=2"], "mesh.pipeline: inference does not support a pipeline"),
         (["--input", "nowhere.jsonl"], "--input: nowhere.jsonl cannot be read"),
     ],
 )

@@ -28,7 +28,7 @@ from jaxmnt.plan.timeline import replay_program
 from jaxmnt.run.arguments import parse_arguments
 from jaxmnt.training.build import build_spec
 from jaxmnt.training.compile import compile_step
-from jaxmnt.training.memory_suggestions import find_memory_suggestions, summary
+from jaxmnt.training.memory_suggestions import describe_suggestions, find_memory_suggestions
 from jaxmnt.training.state import abstract_state
 
 PROGRAM = """
@@ -639,8 +639,8 @@ def test_what_a_lever_saves_is_what_the_compiled_step_lacks(setting):
     assert 0.8 * (before - after) <= suggestion.saves <= 1.1 * (before - after), (before, after)
     assert find_memory_suggestions(spec, build)[0].setting == "train.remat=full"
     memory_suggestions = find_memory_suggestions(spec, build)
-    assert summary(memory_suggestions, peak=2**20 + 1, limit=2**20).startswith("train.remat=full saves ")
-    much = summary(memory_suggestions, peak=7 * 2**40, limit=2**40)
+    assert describe_suggestions(memory_suggestions, peak=2**20 + 1, limit=2**20).startswith("train.remat=full saves ")
+    much = describe_suggestions(memory_suggestions, peak=7 * 2**40, limit=2**40)
     assert much.startswith(
         "no single setting makes it fit: raise mesh.fsdp over at least 7 times as many devices; train"
     )

@@ -343,7 +343,7 @@ def test_norms_are_not_decayed():
         (
             {"mesh": {"fsdp": 3, "data": -1}},
             8,
-            ["mesh.fsdp=3 needs a multiple of 3 devices, and 8 devices are there", "divides 8"],
+            ["mesh.fsdp=3 needs a multiple of 3 devices, and 8 devices are available", "divides 8"],
         ),
         ({"mesh": {"model": 8}}, 8, ["model.num_heads", "4", "mesh.model 8"]),
         ({"mesh": {"model": 4}, "data": {"sequence_length": 18}}, 4, ["data.sequence_length", "18", "mesh.model 4"]),

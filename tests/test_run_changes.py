@@ -261,7 +261,7 @@ def test_a_finished_run_looks_at_the_config_first(tiny, whole_run, capsys):
     shutil.copytree(whole_run.run.dir, tiny().run.dir)
     wrong = {
         "mesh.data=3": r"mesh: the sizes \(data=3\) multiply to 3, but the number of devices is 1",
-        "mesh.fsdp=4": r"needs a multiple of 4 devices, and 1 device is there.*--devices-per-process 4",
+        "mesh.fsdp=4": r"needs a multiple of 4 devices, and 1 device is available.*--devices-per-process 4",
     }
     for override, words in (wrong | {"seed=1": r"seed \(0 → 1\)"}).items():
         with pytest.raises(ConfigError, match=words):

@@ -1,5 +1,5 @@
-"""Sizes of mesh axes, and into how many microbatches they cut a batch. Without JAX: launchers need it where there is
-none."""
+"""Sizes of mesh axes, and the number of microbatches that follows from them. Does not import JAX, because launchers may
+run without it."""
 
 import math
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from jaxmnt.errors import ConfigError, counted
 
 
 def resolve_sizes(mesh: Mesh, device_count: int) -> dict[str, int]:
-    """Axis sizes with -1 replaced by what is left of `device_count`.
+    """Returns the axis sizes with -1 replaced by the remaining devices of `device_count`.
 
     Raises `ConfigError` when the sizes do not multiply to the device count.
     """
@@ -25,20 +25,18 @@ def resolve_sizes(mesh: Mesh, device_count: int) -> dict[str, int]:
         )
     if device_count % fixed:
         axes = " × ".join(f"mesh.{axis}={size}" for axis, size in sizes.items() if size not in (1, -1))
-        there = counted(device_count, "device is there", "devices are there")
+        available = counted(device_count, "device is available", "devices are available")
         command = f"python -m jaxmnt.launch local --processes 1 --devices-per-process {fixed} -- --config FILE"
-        virtual = f", or try virtual devices: {command}"
+        virtual = f", or try virtual devices: {command}" if device_count < fixed else ""
         fix = f"choose sizes whose product divides {device_count}" if device_count > 1 else "set it to 1"
-        raise ConfigError(
-            f"{axes} needs a multiple of {fixed} devices, and {there}; {fix}{virtual if device_count < fixed else ''}"
-        )
+        raise ConfigError(f"{axes} needs a multiple of {fixed} devices, and {available}; {fix}{virtual}")
     if rest is not None:
         sizes[rest] = device_count // fixed
     return sizes
 
 
 def num_microbatches(config: Config, sizes: Mapping[str, int]) -> int:
-    """How many microbatches make up the global batch, from `train.microbatch_size` and the batch shards.
+    """Returns the number of microbatches per global batch, from `train.microbatch_size` and the number of batch shards.
 
     Raises `ConfigError`, naming global batch sizes that do fit, when the global batch does not divide.
     """
@@ -47,18 +45,19 @@ def num_microbatches(config: Config, sizes: Mapping[str, int]) -> int:
     if rows % (shards * size):
         below, above = rows - rows % (shards * size), rows + -rows % (shards * size)
         fitting = f"{below} or {above}" if below else str(above)
-        each = f", {size} of them per microbatch (train.microbatch_size)" if size > 1 else ""
+        per_microbatch = f", {size} of them per microbatch (train.microbatch_size)" if size > 1 else ""
         split = " × ".join(f"{axis} {sizes[axis]}" for axis in BATCH_AXES)
         raise ConfigError(
-            f"data.global_batch_size: {rows} rows do not divide among {shards} batch shards (mesh {split}){each}; "
-            f"use {fitting}, or change the mesh"
+            f"data.global_batch_size: {rows} rows do not divide among {shards} batch shards (mesh {split})"
+            f"{per_microbatch}; use {fitting}, or change the mesh"
         )
     local = rows // shards
     return local // (config.train.microbatch_size or local)
 
 
 def without_stages(mesh: Mesh, sizes: Mapping[str, int]) -> Mesh:
-    """A mesh on the same devices on which a model can be called: what split layers splits weights instead."""
-    into = GATHERING_AXES[0]
-    changed = {**sizes, into: sizes[into] * sizes[STAGE_AXIS], STAGE_AXIS: 1}
+    """Returns a mesh of the same devices for inference: the pipeline axis, which splits layers, becomes part of an axis
+    that splits weights."""
+    gathering = GATHERING_AXES[0]
+    changed = {**sizes, gathering: sizes[gathering] * sizes[STAGE_AXIS], STAGE_AXIS: 1}
     return Mesh(allow_split_hosts=mesh.allow_split_hosts).model_copy(update=changed)

@@ -1,10 +1,10 @@
-"""How parameters lie on a mesh, where that differs from how they are stored.
+"""Layouts of parameters: the device layout on a mesh, where it differs from the checkpoint layout.
 
-Checkpoints and initial values have every array in its *canonical* shape: layers in order, nothing padded. A mesh may
-ask for something else: stages of unequal depth or of several chunks put layers into another order with empty slots
-between, and a vocabulary or an MLP that does not divide gets zeros at its end. Zeros stay zeros: a layer of zeros adds
-nothing to what passes through it, and nothing that is zero here has a gradient. So this is a matter of saving and
-restoring only, and the same bits come back on any mesh.
+Checkpoints and initial values have every array in its *canonical* shape: layers in order, without padding. A mesh may
+need another layout: stages of unequal depth or with several chunks reorder layers and leave empty slots between them,
+and a vocabulary or an MLP whose size is not divisible is padded with zeros at its end. Zeros stay zeros: a layer of
+zeros adds nothing to its input, and the padding has no gradient. So only saving and restoring convert layouts, and any
+mesh restores the same bits.
 """
 
 import math
@@ -21,47 +21,49 @@ from jax.sharding import PartitionSpec as P
 
 from jaxmnt.parallel.sharding import Axes, Placement, is_axes
 
-EMPTY = -1
-"""A slot for a layer that holds none."""
+EMPTY_SLOT = -1
+"""Marks a slot without a layer, or padding."""
 
 
 @dataclass(frozen=True)
 class Dimension:
-    """Which canonical index lies at each placed one; `EMPTY` where zeros do."""
+    """The canonical index at each index of the device layout; `EMPTY_SLOT` where there are zeros."""
 
     slots: tuple[int, ...]
 
     @property
     def canonical_slots(self) -> np.ndarray:
-        """The placed index of each canonical one."""
-        filled = [(index, slot) for slot, index in enumerate(self.slots) if index != EMPTY]
+        """The index in the device layout of each canonical index."""
+        filled = [(index, slot) for slot, index in enumerate(self.slots) if index != EMPTY_SLOT]
         return np.array([slot for _, slot in sorted(filled)])
 
 
-def padded(size: int, num_shards: int) -> Dimension | None:
-    """`size` indices with zeros after them up to a multiple of `num_shards`; None if it is one."""
+def pad_dimension(size: int, num_shards: int) -> Dimension | None:
+    """Returns `size` indices padded to a multiple of `num_shards`, or None if no padding is needed."""
     extra = -size % num_shards
-    return Dimension((*range(size), *[EMPTY] * extra)) if extra else None
+    return Dimension((*range(size), *[EMPTY_SLOT] * extra)) if extra else None
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The dimensions, by logical axis, that lie otherwise than they are stored."""
+    """The dimensions, by logical axis, whose device layout differs from the checkpoint layout."""
 
     placement: Placement
     dimensions: dict[str, Dimension]
 
-    def moves(self, axes: Axes) -> bool:
-        """Whether an array with these logical axes lies otherwise than it is stored."""
+    def changes(self, axes: Axes) -> bool:
+        """Returns True if the device layout of an array with these logical axes differs from its checkpoint layout."""
         return any(axis in self.dimensions for axis in axes)
 
     def canonical_sharding(self, shape: Sequence[int], axes: Axes) -> NamedSharding:
-        """The canonical array's sharding: what splits a dimension that moves splits another one, if one divides."""
+        """Returns the canonical array's sharding: mesh axes that split a changed dimension split another dimension, if
+        one is divisible."""
         placement = self.placement
         split = [() if axis in self.dimensions else placement.mesh_axes(axis) for axis in axes]
+        # Mesh axes that split a changed dimension, and may split another one instead.
         freed = [name for axis in axes if axis in self.dimensions for name in placement.mesh_axes(axis)]
         for name in freed:
-            num_shards = [math.prod(placement.sizes[one] for one in names) * placement.sizes[name] for names in split]
+            num_shards = [math.prod(placement.sizes[axis] for axis in names) * placement.sizes[name] for names in split]
             fits = [i for i, axis in enumerate(axes) if axis not in self.dimensions and shape[i] % num_shards[i] == 0]
             if fits:
                 best = max(fits, key=lambda i: shape[i] // num_shards[i])
@@ -69,8 +71,9 @@ class Layout:
         return NamedSharding(placement.mesh, P(*(names or None for names in split)))
 
     def to_device_layout(self, array: Array, axes: Axes) -> Array:
-        """Canonical to placed; inside jit. The move itself is local, the change of sharding an exchange."""
-        if not self.moves(axes):
+        """Converts an array from the checkpoint layout to the device layout, inside jit. The reordering is local; the
+        change of sharding communicates."""
+        if not self.changes(axes):
             return array
         between = self.canonical_sharding(array.shape, axes)
         array = jax.lax.with_sharding_constraint(array, between)
@@ -79,14 +82,14 @@ class Layout:
                 slots = np.array(self.dimensions[axis].slots)
                 shape = [1] * array.ndim
                 shape[dimension] = -1
-                taken = jnp.take(array, np.maximum(slots, 0), axis=dimension)
-                array = jnp.where((slots != EMPTY).reshape(shape), taken, jnp.zeros_like(taken))
+                gathered = jnp.take(array, np.maximum(slots, 0), axis=dimension)
+                array = jnp.where((slots != EMPTY_SLOT).reshape(shape), gathered, jnp.zeros_like(gathered))
         array = jax.lax.with_sharding_constraint(array, between)
         return jax.lax.with_sharding_constraint(array, self.placement.sharding(axes))
 
     def to_checkpoint_layout(self, array: Array, axes: Axes) -> Array:
-        """Placed to canonical; inside jit."""
-        if not self.moves(axes):
+        """Converts an array from the device layout to the checkpoint layout, inside jit."""
+        if not self.changes(axes):
             return array
         slots = {axis: self.dimensions[axis].canonical_slots for axis in axes if axis in self.dimensions}
         shape = [len(slots[axis]) if axis in slots else size for size, axis in zip(array.shape, axes, strict=True)]
@@ -99,5 +102,5 @@ class Layout:
 
 
 def map_with_axes(function: Any, tree: Any, axes: Any) -> Any:
-    """`function(leaf, axes)` for each leaf of a tree like the tree of axes."""
+    """Returns `function(leaf, axes)` for each leaf of a tree that has the structure of the tree of axes."""
     return jax.tree.map(lambda names, leaf: function(leaf, names), axes, tree, is_leaf=is_axes)

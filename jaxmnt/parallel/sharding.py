@@ -1,4 +1,4 @@
-"""How arrays are sharded: the order of devices in the mesh, and one table from logical axes to mesh axes."""
+"""Sharding of arrays: the order of devices in the mesh, and one table from logical axes to mesh axes."""
 
 import functools
 import math
@@ -26,31 +26,34 @@ from jaxmnt.errors import ConfigError
 from jaxmnt.parallel.axes import num_microbatches, resolve_sizes
 
 Hosts = Callable[[jax.Device], str]
-"""The name of the machine that a device is in."""
+"""Returns the name of a device's machine."""
 
 
 def host_of_process(device: jax.Device) -> str:
-    """Takes each process for a machine of its own."""
+    """Returns the process index as the host name: each process counts as a separate machine."""
     return str(device.process_index)
 
 
 def build_mesh(
     mesh: Mesh, devices: Sequence[jax.Device] | None = None, hosts: Hosts | None = None
 ) -> jax.sharding.Mesh:
-    """A mesh with all six axes over `devices` (default: all), in order of slice, host, process and device id.
+    """Returns a mesh with all six axes over `devices` (default: all), in order of slice, host, process and device id.
 
-    The last axes vary fastest, so `model` neighbours share a machine and `data` and `pipeline` span machines.
-    Axis types are Auto. Raises `ConfigError` if an axis that should stay inside a machine would span several.
+    The last axes vary fastest, so `model` neighbours share a machine and `data` and `pipeline` span machines. Axis
+    types are Auto. Raises `ConfigError` if an axis that should stay inside a machine would span several.
     """
-    chosen = list(devices or jax.devices())
-    host = hosts or (host_of_process if len({device.process_index for device in chosen}) > 1 else lambda _: "")
-    place = lambda device: (device.process_index, device.id)
+    mesh_devices = list(devices or jax.devices())
+    several_processes = len({device.process_index for device in mesh_devices}) > 1
+    host = hosts or (host_of_process if several_processes else lambda _: "")
+    process_and_id = lambda device: (device.process_index, device.id)
+    # Hosts are ordered by their first device.
     first: dict[str, tuple[int, int]] = {}
-    for device in sorted(chosen, key=place):
-        first.setdefault(host(device), place(device))
-    chosen.sort(key=lambda device: (getattr(device, "slice_index", None) or 0, first[host(device)], place(device)))
-    sizes = resolve_sizes(mesh, len(chosen))
-    grid = np.array(chosen, dtype=object).reshape([sizes[axis] for axis in AXES])
+    for device in sorted(mesh_devices, key=process_and_id):
+        first.setdefault(host(device), process_and_id(device))
+    slice_of = lambda device: getattr(device, "slice_index", None) or 0
+    mesh_devices.sort(key=lambda device: (slice_of(device), first[host(device)], process_and_id(device)))
+    sizes = resolve_sizes(mesh, len(mesh_devices))
+    grid = np.array(mesh_devices, dtype=object).reshape([sizes[axis] for axis in AXES])
     for axis in MESH_AXES:
         if axis.inside_host and sizes[axis.name] > 1 and not mesh.allow_split_hosts:
             _check_inside_hosts(grid, axis.name, sizes[axis.name], host)
@@ -58,6 +61,7 @@ def build_mesh(
 
 
 def _check_inside_hosts(grid: np.ndarray, axis: str, size: int, host: Hosts) -> None:
+    """Raises `ConfigError` if a group of devices along the axis spans several hosts."""
     for group in np.moveaxis(grid, AXES.index(axis), -1).reshape(-1, size):
         spanned = sorted({host(device) for device in group})
         if len(spanned) > 1:
@@ -71,45 +75,46 @@ RULES: dict[str, tuple[str, ...]] = {
     "batch": BATCH_AXES,
     "devices": AXES,
     "length": axes_that_split("length"),
-    "sequence": axes_that_split("features"),  # the length between layers, where norms and residuals are
+    "sequence": axes_that_split("features"),  # the length between layers, in norms and on the residual stream
     "layers": axes_that_split("layers"),
     "embed": GATHERING_AXES,
     "kv_embed": GATHERING_AXES,
     "vocab": axes_that_split("layers", "features"),
-    "positions": axes_that_split("layers", "features"),  # of a learned table
+    "positions": axes_that_split("layers", "features"),  # of a table of learned positions
     "heads": axes_that_split("features"),
     "kv_heads": axes_that_split("features"),
     "head_dim": (),
     "mlp": axes_that_split("features"),
-    "norm": (),  # of scales: whole, and float32 where they are used
+    "norm": (),  # scales of norms: whole on every device, and used in float32
     "bias": (),
     "buffer": (),
 }
 
 GATHERED = ("embed", "kv_embed")
-"""Logical axes that are stored in pieces and used whole."""
+"""Logical axes that are stored in pieces and gathered for use."""
 
 SCALES_AND_BIASES = {"norm", "bias"}
-"""Logical axes of parameters that are a small share of all, and that do not decay."""
+"""Logical axes of parameters that are few and are not decayed."""
 
 OVERRIDES = {"embed": BATCH_AXES} | {axis: RULES[axis] for axis in ("heads", "kv_heads", "mlp")}
-"""What `mesh.rules` may map to which mesh axes: what the code that talks along them can do."""
+"""Logical axes that `mesh.rules` may change, and the mesh axes that each may be split over: those whose communication
+is implemented."""
 
-WHOLE_SHARE = 0.02
-"""The largest share of a model's parameters that may stay whole although a mesh axis could split them."""
+MAX_REPLICATED_SHARE = 0.02
+"""The largest share of a model's parameters that may be whole on every device although a mesh axis could split them."""
 
 Axes = tuple[str | None, ...]
 """Logical axis names of an array's dimensions."""
 
 
 Overlap = Literal["off", "ring", "rows"]
-"""What a device computes while activations travel along `model`: nothing; with `ring` their other pieces, of which one
-arrives after the other; with `rows` the other half of the microbatch's rows."""
+"""The computation that hides communication of activations along `model`. `off`: none. `ring`: other pieces of the
+length, which arrive one after another. `rows`: the other half of the microbatch's rows."""
 
 
 @dataclass(frozen=True)
 class Placement:
-    """The mesh with the rules applied to it."""
+    """The mesh with the sharding rules applied to it."""
 
     mesh: jax.sharding.Mesh
     rules: dict[str, tuple[str, ...]] = field(default_factory=lambda: RULES)
@@ -117,71 +122,73 @@ class Placement:
 
     @functools.cached_property
     def sizes(self) -> dict[str, int]:
-        """How many devices each mesh axis has."""
+        """The number of devices along each mesh axis."""
         return dict(self.mesh.shape)
 
     def mesh_axes(self, axis: str | None) -> tuple[str, ...]:
-        """The mesh axes of more than one device that a logical axis is split over."""
+        """Returns the mesh axes of more than one device that split a logical axis."""
         return () if axis is None else tuple(name for name in self.rules[axis] if self.sizes[name] > 1)
 
     def num_shards(self, axis: str | None) -> int:
-        """Into how many pieces a logical axis is split."""
+        """Returns the number of pieces of a logical axis."""
         return math.prod(self.sizes[name] for name in self.mesh_axes(axis))
 
     @property
     def on_cpu(self) -> bool:
-        """Whether the devices are CPUs."""
+        """True if the devices are CPUs."""
         return self.mesh.devices.flat[0].platform == "cpu"
 
     @property
     def between_cpu_processes(self) -> bool:
-        """Whether it is CPUs that talk, of more than one process."""
+        """True if the devices are CPUs of more than one process."""
         return self.on_cpu and len({device.process_index for device in self.mesh.devices.flat}) > 1
 
     @property
     def stages(self) -> int:
-        """Pipeline stages."""
+        """The number of pipeline stages."""
         return self.sizes[STAGE_AXIS]
 
     @property
     def axes_of_layers(self) -> int:
-        """Along how many mesh axes a layer communicates, or hands on."""
+        """The number of mesh axes along which layers or stages communicate."""
         return sum(size > 1 for axis, size in self.sizes.items() if axis not in REPLICA_AXES)
 
     def local_length(self, length: int) -> int:
-        """How many tokens of a row a device has between layers."""
+        """Returns the number of tokens of a row that a device has between layers."""
         return length // self.num_shards("length") // self.num_shards("sequence")
 
     @property
     def batch_shards(self) -> int:
-        """Into how many pieces the rows of a batch are split."""
+        """The number of pieces into which the rows of a batch are split."""
         return self.num_shards("batch")
 
     def gathered_axes(self, axes: Axes) -> tuple[int, tuple[str, ...]] | None:
-        """Which dimension of a weight is gathered before use, and over which mesh axes; None if none is."""
+        """Returns the dimension of a weight that is gathered before use, and the mesh axes it is gathered over; None if
+        there is none."""
         for dimension, axis in enumerate(axes):
             if axis in GATHERED and self.mesh_axes(axis):
                 return dimension, self.mesh_axes(axis)
         return None
 
     def replicated_axes(self, axes: Axes) -> tuple[str, ...]:
-        """The mesh axes over which an array is replicated."""
+        """Returns the mesh axes over which an array is replicated."""
         used = {name for axis in axes for name in self.mesh_axes(axis)}
         return tuple(name for name, size in self.sizes.items() if size > 1 and name not in used)
 
     def spec(self, axes: Axes) -> P:
-        """The partition of an array over the mesh."""
+        """Returns the partition of an array over the mesh."""
         return P(*(self.mesh_axes(axis) or None for axis in axes))
 
     def sharding(self, axes: Axes) -> NamedSharding:
+        """Returns the sharding of an array with these logical axes."""
         return NamedSharding(self.mesh, self.spec(axes))
 
 
 def build_placement(config: Config, mesh: jax.sharding.Mesh, stacks: Sequence[str] = ("layers",)) -> Placement:
-    """The placement for a config: the table with the config's overrides and with what its sizes ask for. `stacks` are
-    the logical axes along which layers are stacked.
+    """Returns the placement for a config: the table with the config's overrides, and with the changes that its sizes
+    require. `stacks` are the logical axes along which layers are stacked.
 
-    Raises `ConfigError` for rules that cannot be followed and for sizes that do not divide.
+    Raises `ConfigError` for rules that are not supported and for sizes that do not divide.
     """
     rules = RULES | dict.fromkeys(stacks, RULES["layers"]) | _overrides(config)
     rules["kv_embed"] = rules["embed"]
@@ -189,7 +196,8 @@ def build_placement(config: Config, mesh: jax.sharding.Mesh, stacks: Sequence[st
     assert kv_heads
     num_shards = math.prod(mesh.shape[axis] for axis in RULES["kv_heads"])
     if kv_heads % num_shards or not rules["kv_heads"] or not rules["heads"]:
-        # Each device needs other heads than its share: stored once over all, whole where they are used.
+        # A device's share of the key/value heads is not the heads that its queries need. So the weights are whole where
+        # they are used, and stored split over all axes along the embedding.
         rules["kv_heads"] = ()
         over = (*rules["embed"], *RULES["kv_heads"])
         if rules["heads"] and config.model.hidden_size % math.prod(mesh.shape[axis] for axis in over) == 0:
@@ -199,55 +207,57 @@ def build_placement(config: Config, mesh: jax.sharding.Mesh, stacks: Sequence[st
     return replace(placement, overlap=_choose_overlap(config, placement))
 
 
-_LEAST_PIECE, _LEAST_WIDTH = 2048, 2048
-"""Tokens of a piece, and inputs of the MLP's last product, from which on the ring is chosen. On an H100 a product takes
-longer than its piece travels from 1,700 inputs on: 2 · T · D · F FLOPs at 593 TFLOP/s, and 2 · T · D bytes at 350 GB/s.
-What starts a transfer, some 12 µs, is a small part of it from some thousand tokens on."""
+_MIN_RING_TOKENS, _MIN_RING_WIDTH = 2048, 2048
+"""The fewest tokens of a piece, and inputs of the MLP's last product, for which auto chooses the ring. On an H100 a
+product takes longer than the transfer of its piece from 1,700 inputs on: 2 · T · D · F FLOPs at 593 TFLOP/s, and 2 · T
+· D bytes at 350 GB/s. The start of a transfer, some 12 µs, is a small part of it from some thousand tokens on."""
 
 
 def _choose_overlap(config: Config, placement: Placement) -> Overlap:
-    """By `model.overlap`. auto: on CPUs, where communication holds the device up all the same, nothing."""
-    wanted, shards = config.model.overlap, placement.num_shards("sequence")
+    """Returns the overlap that `model.overlap` sets or, for auto, chooses: off on CPUs, where communication blocks the
+    device anyway, else rows, or the ring for large pieces."""
+    requested = config.model.overlap
+    shards = placement.num_shards("sequence")
     shard_rows = config.data.global_batch_size // placement.batch_shards
     rows = shard_rows // num_microbatches(config, placement.sizes)
-    if shards == 1 or wanted == "off":
+    if shards == 1 or requested == "off":
         return "off"
-    if wanted == "ring" and placement.stages > 1:
-        # What is handed on is so by all devices at once, and a stage may be idle while another works.
-        raise ConfigError("model.overlap: ring works without a pipeline alone; set auto or rows")
-    if wanted == "rows" and rows == 1:
+    if requested == "ring" and placement.stages > 1:
+        # `ppermute` involves every device of the mesh, but a stage may be idle while another one works.
+        raise ConfigError("model.overlap: ring is not supported with a pipeline; set auto or rows")
+    if requested == "rows" and rows == 1:
         raise ConfigError(
-            "model.overlap: rows needs two rows or more in a microbatch, of which one is multiplied while the other "
-            "travels; set train.microbatch_size, or auto"
+            "model.overlap: rows needs at least two rows per microbatch, to compute one while the other is "
+            "communicated; set train.microbatch_size, or auto"
         )
-    if wanted != "auto":
-        return wanted
+    if requested != "auto":
+        return requested
     if placement.on_cpu:
         return "off"
     if rows > 1:
         return "rows"
     piece, width = rows * config.data.sequence_length // shards, config.model.intermediate_size or 0
-    large = piece >= _LEAST_PIECE and width >= _LEAST_WIDTH * placement.num_shards("mlp")
+    large = piece >= _MIN_RING_TOKENS and width >= _MIN_RING_WIDTH * placement.num_shards("mlp")
     return "ring" if large and placement.stages == 1 else "off"
 
 
 def whole_length(placement: Placement) -> Placement:
-    """The placement with the length of rows whole between layers, as it has to be where it is one token."""
+    """Returns the placement with rows whole between layers, as generation of single tokens requires."""
     return replace(placement, rules=placement.rules | {"sequence": ()}, overlap="off")
 
 
 def parameter_name(path: Any) -> str:
-    """The name of a parameter, such as layers.attention.query, from its path in a tree."""
+    """Returns a parameter's name, such as layers.attention.query, from its path in a tree."""
     return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
-def unstacked(axes: Any) -> Any:
-    """A tree of axes of stacked layers, without that of the stack."""
+def without_stack_axis(axes: Any) -> Any:
+    """Returns a tree of the axes of stacked layers, without the stack axis."""
     return jax.tree.map(lambda names: names[1:], axes, is_leaf=is_axes)
 
 
 def is_axes(leaf: Any) -> bool:
-    """Whether a node of a tree is the axes of one array."""
+    """Returns True if a node of a tree is the axes of one array."""
     return isinstance(leaf, tuple) and all(name is None or isinstance(name, str) for name in leaf)
 
 
@@ -259,10 +269,11 @@ def named_leaves(tree: Any, axes: Any) -> list[tuple[str, Any, Axes]]:
 
 
 def _overrides(config: Config) -> dict[str, tuple[str, ...]]:
+    """Returns the config's rules, sorted in mesh order. Raises `ConfigError` for a rule that is not supported."""
     for axis, names in config.mesh.rules.items():
         if axis not in OVERRIDES:
             raise ConfigError(
-                f"mesh.rules: {axis!r} is not a logical axis that can be changed; those are {', '.join(OVERRIDES)}"
+                f"mesh.rules: {axis!r} is not a logical axis that can be changed; use one of {', '.join(OVERRIDES)}"
             )
         for name in names:
             if name not in AXES:
@@ -270,7 +281,7 @@ def _overrides(config: Config) -> dict[str, tuple[str, ...]]:
             if name not in OVERRIDES[axis]:
                 raise ConfigError(
                     f"mesh.rules.{axis}: {axis} cannot be split over {name}; "
-                    f"possible are {', '.join(OVERRIDES[axis])}, or [] to keep it whole"
+                    f"use {', '.join(OVERRIDES[axis])}, or [] to keep it whole"
                 )
         if len(set(names)) < len(names):
             raise ConfigError(f"mesh.rules.{axis}: a mesh axis is named twice; name each once")
@@ -278,7 +289,7 @@ def _overrides(config: Config) -> dict[str, tuple[str, ...]]:
 
 
 def _check_divides(config: Config, placement: Placement) -> None:
-    """Raises `ConfigError` for the first size that has to divide and does not. Vocabulary and MLP are padded."""
+    """Raises `ConfigError` for the first size that must be divisible and is not. Vocabulary and MLP are padded."""
     model = config.model
     for key, size, axis in (
         ("model.num_heads", model.num_heads, "heads"),
@@ -292,8 +303,8 @@ def _check_divides(config: Config, placement: Placement) -> None:
     num_microbatches(config, placement.sizes)
 
 
-def check_whole(abstract: Any, axes: Any, placement: Placement) -> None:
-    """Raises `ConfigError` if over 2 % of the parameters stay whole although an axis could have split them.
+def check_replicated_share(abstract: Any, axes: Any, placement: Placement) -> None:
+    """Raises `ConfigError` if over 2 % of the parameters are whole on every device although an axis could split them.
 
     `abstract` is the tree of parameters as they are placed, `axes` the tree of their logical axes.
     """
@@ -304,8 +315,8 @@ def check_whole(abstract: Any, axes: Any, placement: Placement) -> None:
             continue
         whole = [(name, leaf.size) for name, leaf, names in leaves if mesh_axis in placement.replicated_axes(names)]
         share = sum(size for _, size in whole) / total
-        if share > WHOLE_SHARE:
-            largest = sorted(whole, key=lambda item: (-item[1], item[0]))[:4]
+        if share > MAX_REPLICATED_SHARE:
+            largest = sorted(whole, key=lambda name_and_size: (-name_and_size[1], name_and_size[0]))[:4]
             raise ConfigError(
                 f"mesh.{mesh_axis}: {share:.0%} of the parameters would stay whole on every device of the axis, "
                 f"largest: {', '.join(name for name, _ in largest)}; change mesh.rules, or set mesh.{mesh_axis} to 1"

@@ -23,14 +23,14 @@ from jaxmnt.plan.rates import Rates, rates_of
 from jaxmnt.plan.timeline import Round, Timeline, replay_program
 from jaxmnt.training import engine
 from jaxmnt.training.build import build_spec
-from jaxmnt.training.compile import compile_step, measure
+from jaxmnt.training.compile import compile_step, measure_memory
 from jaxmnt.training.compiler_options import GpuMemory
 from jaxmnt.training.memory_suggestions import find_memory_suggestions, parameters_of
 from jaxmnt.training.noise import small_batches
 from jaxmnt.training.remat import layer_collectives
 from jaxmnt.training.spec import StepSpec
-from jaxmnt.training.state import abstract_state, bytes_a_device, moving_bytes, numbers_a_device
-from jaxmnt.training.trained import names_of
+from jaxmnt.training.state import abstract_state, bytes_per_device, elements_per_device, relayout_bytes
+from jaxmnt.training.trained import axes_by_name
 from jaxmnt.units import size
 
 Traffic = dict[tuple[str, str], float]
@@ -47,9 +47,9 @@ def minimum_traffic(spec: StepSpec) -> Traffic:
 
     # Weights are gathered and their gradients scattered, or summed over replicas (docs/parallelism.md).
     compute, reduce, zero = spec.dtype.itemsize, spec.reduce_dtype.itemsize, spec.zero
-    trained, in_float8 = set(names_of(spec.trained_axes)), gathered_in_float8(spec)
+    trained, in_float8 = set(axes_by_name(spec.trained_axes)), gathered_in_float8(spec)
     for name, leaf, names in _weights(spec):
-        stored = numbers_a_device(leaf)
+        stored = elements_per_device(leaf)
         gathered = placement.gathered_axes(names)
         if gathered is not None:
             over = "×".join(gathered[1])
@@ -91,7 +91,7 @@ def gathered_in_float8(spec: StepSpec) -> set[str]:
     """Returns the names of the parameters that are gathered in float8."""
     if not spec.float8:
         return set()
-    all_names = names_of(spec.definition.axes)
+    all_names = axes_by_name(spec.definition.axes)
     flags_by_group = engine.trace_step(spec).gathered_in_float8
     in_float8: set[str] = set()
     for group in spec.definition.groups:
@@ -106,7 +106,7 @@ def small_traffic_bound(spec: StepSpec) -> float:
     """Returns an upper bound, in bytes per step, of what `minimum_traffic` leaves out: scales and biases, and five
     numbers per token of the loss in every tick of a pipeline."""
     vectors = [leaf for _, leaf, names in parameters_of(spec) if SCALES_AND_BIASES & {*names}]
-    elements = sum(map(numbers_a_device, vectors))
+    elements = sum(map(elements_per_device, vectors))
     tokens = spec.schedule.ticks * spec.microbatch_rows * spec.config.data.sequence_length
     return 2 * 4 * elements + 2 * 5 * 4 * tokens + 4096
 
@@ -160,7 +160,7 @@ def notes(spec: StepSpec) -> list[str]:
             f"pipeline: {facts['microbatches']} microbatches do not fill rounds of {facts['stages']} stages; "
             f"stages idle for {facts['idle_percent']} % of the time; use a multiple of {facts['stages']}"
         )
-    moving = moving_bytes(spec, abstract_state(spec))
+    moving = relayout_bytes(spec, abstract_state(spec))
     if moving:
         lines.append(f"checkpoint: it is stored in another layout; a save needs {size(moving)} more per device")
     if facts and facts["microbatches"] < facts["stages"]:
@@ -229,7 +229,7 @@ def make_report(
     step = compile_step(spec, state, memory)
     seconds = time.perf_counter() - started
     text = step.as_text()
-    needed = measure(spec, state, step, None if memory is None else round(memory.usable))
+    needed = measure_memory(spec, state, step, None if memory is None else round(memory.usable))
     timeline = replay_step(spec, text, hosts, rates)
     fits = needed.limit is None or needed.peak <= needed.limit
     rebuild = lambda config: build_spec(
@@ -268,7 +268,7 @@ def parameter_rows(spec: StepSpec) -> list[dict[str, Any]]:
             "shape": list(leaf.shape),
             "axes": list(names),
             "split": ["×".join(placement.mesh_axes(name)) for name in names],
-            "bytes_a_device": bytes_a_device(leaf),
+            "bytes_a_device": bytes_per_device(leaf),
             "replicated_axes": list(placement.replicated_axes(names)),
         }
         for name, leaf, names in parameters_of(spec)

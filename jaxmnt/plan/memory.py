@@ -20,10 +20,10 @@ from jaxmnt.plan.candidates import Candidate
 from jaxmnt.plan.chips import read_table
 from jaxmnt.plan.workload import ModelShape, Scheme
 from jaxmnt.training.build import build_spec
-from jaxmnt.training.memory_suggestions import kept_bytes, parameters_of
+from jaxmnt.training.memory_suggestions import parameters_of, residual_bytes
 from jaxmnt.training.spec import StepSpec
 from jaxmnt.training.state import abstract_state
-from jaxmnt.training.trained import names_of
+from jaxmnt.training.trained import axes_by_name
 
 _TABLE = read_table("multiples.toml")
 KINDS: list[str] = _TABLE["kinds"]
@@ -81,7 +81,7 @@ _ADAMW = StateBytes()
 
 def state_bytes(spec: StepSpec) -> StateBytes:
     """Returns the bytes per parameter, from a step's dtypes, its optimizer, and its frozen parameters."""
-    count, trained_names = spec.definition.parameter_count, names_of(spec.trained_axes)
+    count, trained_names = spec.definition.parameter_count, axes_by_name(spec.trained_axes)
     params = parameters_of(spec)
     trained = sum(leaf.size for name, leaf, _ in params if name in trained_names)
     bytes_of = lambda leaves: sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
@@ -108,7 +108,7 @@ class ResidualBytes:
         if (remat, model) not in self._cache:
             self._cache[remat, model] = None
             with contextlib.suppress(ConfigError):
-                self._cache[remat, model] = kept_bytes(self._spec(remat, model))
+                self._cache[remat, model] = residual_bytes(self._spec(remat, model))
         return self._cache[remat, model]
 
     def state(self) -> StateBytes:

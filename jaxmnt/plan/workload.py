@@ -6,7 +6,7 @@ from typing import Any
 from jaxmnt.config.mesh import AVAILABLE_AXES
 from jaxmnt.models.contract import Definition, LayerCosts
 from jaxmnt.parallel.sharding import Overlap
-from jaxmnt.training.memory_suggestions import kept_bytes
+from jaxmnt.training.memory_suggestions import residual_bytes
 from jaxmnt.training.pipeline_schedule import PipelineSchedule
 from jaxmnt.training.spec import StepSpec
 
@@ -105,7 +105,7 @@ def scheme_of(spec: StepSpec) -> Scheme:
         dtype=spec.dtype.name if spec.float8 is None else "float8",
         float8_least=config.train.float8_least,
         overlap=spec.placement.overlap,
-        residual_bytes=kept_bytes(spec) * schedule.chunks / fields["slots"],
+        residual_bytes=residual_bytes(spec) * schedule.chunks / fields["slots"],
         **fields,
     )
 

@@ -27,7 +27,7 @@ from jaxmnt.plan.estimate import estimate
 from jaxmnt.plan.memory import estimate_memory, state_bytes
 from jaxmnt.plan.rates import rates_of
 from jaxmnt.plan.workload import model_shape, scheme_of
-from jaxmnt.training.memory_suggestions import kept_bytes
+from jaxmnt.training.memory_suggestions import residual_bytes
 from jaxmnt.training.spec import StepSpec
 from jaxmnt.units import seconds_text, size
 
@@ -170,7 +170,7 @@ def _estimate_stages(spec: StepSpec, chip: Chip) -> tuple[Stage, ...]:
     scheme = replace(scheme_of(spec), prefetch=spec.config.mesh.prefetch is not False)
     depth = -(-model.depth // (scheme.pipeline * scheme.chunks))
     per_row = lambda residuals: residuals * model.depth / (depth * scheme.slots * scheme.rows)
-    row_residuals = per_row(kept_bytes(spec))
+    row_residuals = per_row(residual_bytes(spec))
     row_residuals_without_remat = per_row(_residuals_without_remat(spec))
     state, rates = state_bytes(spec), rates_of(chip)
     stages = []
@@ -188,9 +188,9 @@ def _estimate_stages(spec: StepSpec, chip: Chip) -> tuple[Stage, ...]:
 def _residuals_without_remat(spec: StepSpec) -> int:
     """Returns the bytes that forward would save for backward if backward recomputed nothing."""
     if spec.config.train.remat == "none":
-        return kept_bytes(spec)
+        return residual_bytes(spec)
     without = spec.config.changed({"train.remat": "none", "train.remat_save": [], "train.remat_offload": []})
-    return kept_bytes(replace(spec, config=without))
+    return residual_bytes(replace(spec, config=without))
 
 
 def _bytes_sent(spec: StepSpec, zero: int) -> float:

@@ -43,7 +43,7 @@ from jaxmnt.plan.rates import (
 from jaxmnt.plan.timeline import replay_program
 from jaxmnt.preflight.links import COLLECTIVES, map_over_devices, measure_times, repeat_on_devices
 from jaxmnt.training.compiler_options import cpu_options
-from jaxmnt.training.spec import LEAST_FLOAT8
+from jaxmnt.training.spec import MIN_FLOAT8_CAPABILITY
 
 _REPEATS = 3
 _PRODUCTS_SECONDS, _ALL_SECONDS = 60.0, 105.0
@@ -111,7 +111,7 @@ def calibrate(identity: Identity, date: str, scale: Scale | None = None) -> Cali
     bench = _Bench(devices, identity)
     on_cpu = bench.on_cpu
     scale = scale or (ON_CPU if on_cpu else ON_GPU)
-    has_float8 = not on_cpu and device_capability(devices[0]) >= LEAST_FLOAT8
+    has_float8 = not on_cpu and device_capability(devices[0]) >= MIN_FLOAT8_CAPABILITY
     kinds = [
         (sizes, dtype, gradient)
         for dtype, sizes in scale.products

@@ -36,8 +36,8 @@ _BAD_STEPS = "bad_steps/total"
 
 
 def inherit_choices(config: Config, before: Config) -> Config:
-    """Returns the config with the choices of the run whose config was `before`: its origin (`ORIGIN_KEYS`), and its values
-    for settings that are `auto` (`RESOLVED_AUTO_KEYS`)."""
+    """Returns the config with the choices of the run whose config was `before`: its origin (`ORIGIN_KEYS`), and its
+    values for settings that are `auto` (`RESOLVED_AUTO_KEYS`)."""
     mesh = config.mesh
     inherited: dict[str, Any] = {"run.fork_from": before.run.fork_from, "run.init_from": before.run.init_from}
     if mesh.zero == "auto" and not (mesh.prefetch and before.mesh.zero != 3):
@@ -109,8 +109,8 @@ def unaccepted_changes(
 ) -> list[Change]:
     """Returns the changes that alter the maths of an unfinished run and were not accepted at an earlier start.
 
-    `accepted` has the accepted values by key. Planned changes (`CHANGEABLE_MATHS`) need no acceptance unless the learning rate
-    jumps. Once the run has finished no change needs acceptance, since it has no effect.
+    `accepted` has the accepted values by key. Planned changes (`CHANGEABLE_MATHS`) need no acceptance unless the
+    learning rate jumps. Once the run has finished no change needs acceptance, since it has no effect.
     """
     if checkpoint.step >= config.train.steps:
         return []

@@ -13,14 +13,14 @@ from jaxmnt.errors import ConfigError, nearest
 from jaxmnt.models.contract import Definition, define
 from jaxmnt.models.registry import build_family
 from jaxmnt.parallel.axes import num_microbatches, resolve_sizes
-from jaxmnt.parallel.layout import EMPTY, Dimension, Layout, padded
+from jaxmnt.parallel.layout import EMPTY_SLOT, Dimension, Layout, pad_dimension
 from jaxmnt.parallel.sharding import (
     RULES,
     Hosts,
     Placement,
     build_mesh,
     build_placement,
-    check_whole,
+    check_replicated_share,
     named_leaves,
     whole_length,
 )
@@ -36,16 +36,18 @@ from jaxmnt.training.trained import trained_axes
 def inference_spec(
     config: Config, data_vocab_size: int, mesh: Mesh | None = None, devices: Sequence[jax.Device] | None = None
 ) -> StepSpec:
-    """What calling a trained model takes, on one device by default. The mesh has no pipeline, and rows are whole.
+    """Returns the spec for calling a trained model, on one device by default. The mesh has no pipeline, and rows are
+    whole on each device.
 
     Raises `ConfigError` for sizes that do not fit the mesh.
     """
     mesh, devices = mesh or Mesh(data=1), devices or jax.local_devices()[:1]
     if mesh.sizes()[STAGE_AXIS] != 1:
-        raise ConfigError("mesh.pipeline: a model is called without a pipeline; use fsdp and model instead")
+        raise ConfigError("mesh.pipeline: inference does not support a pipeline; use fsdp and model instead")
     sizes = resolve_sizes(mesh, len(devices))
-    # Any that the mesh takes.
-    rows, length = (math.prod(sizes[axis] for axis in axes) for axes in (BATCH_AXES, RULES["sequence"]))
+    # The smallest batch and length that the mesh can split; callers pass their own shapes.
+    rows = math.prod(sizes[axis] for axis in BATCH_AXES)
+    length = math.prod(sizes[axis] for axis in RULES["sequence"])
     settings = {
         "data.global_batch_size": rows,
         "data.sequence_length": length,
@@ -64,7 +66,7 @@ def inference_spec(
 def build_spec(
     config: Config, data_vocab_size: int, devices: Sequence[jax.Device] | None = None, hosts: Hosts | None = None
 ) -> StepSpec:
-    """Everything that is decided before anything is compiled.
+    """Resolves the config for a mesh: decides everything that is decided before anything is compiled.
 
     Raises `ConfigError` for sizes that do not fit the mesh.
     """
@@ -73,7 +75,7 @@ def build_spec(
     if model.max_positions is not None and config.data.sequence_length > model.max_positions:
         raise ConfigError(
             f"data.sequence_length: {config.data.sequence_length} must be at most model.max_positions "
-            f"({model.max_positions}), the positions that the model has learned; lower it"
+            f"({model.max_positions}), the number of positions that the model has learned; lower it"
         )
     definition = define(build_family(model, vocab))
     stacks = [group.name for group in definition.groups]
@@ -90,18 +92,18 @@ def build_spec(
         kernel=kernel, loss=load_loss(config.train.loss), data_vocab_size=min(data_vocab_size, vocab),
         fields=batch_fields(config.data),
     )  # fmt: skip
-    check_whole(abstract_state(spec)["params"], definition.axes, placement)
+    check_replicated_share(abstract_state(spec)["params"], definition.axes, placement)
     _check_memory_options(config, placement)
     if kernel == "cudnn" and (model.head_dim or 0) > 128 and is_planned(placement):
         raise ConfigError(
-            f"model.attention: JAX compiles cuDNN's attention with heads of {model.head_dim} only where there is a "
+            f"model.attention: JAX compiles cuDNN's attention with heads of {model.head_dim} only on a machine with a "
             "GPU; set model.attention=xla for the plan"
         )
     return spec
 
 
 def _plan_schedule(config: Config, definition: Definition, placement: Placement) -> tuple[PipelineSchedule, Slots]:
-    """Returns which stage computes which microbatch when, and which unit of each group lies where."""
+    """Returns the schedule, and which unit of each group is in which slot of each stage."""
     stages, pipeline = placement.stages, config.pipeline
     # One stage has nothing to schedule: a microbatch's backward follows its forward.
     name, chunks = (pipeline.schedule, pipeline.chunks) if stages > 1 else ("1f1b", 1)
@@ -114,14 +116,14 @@ def _plan_schedule(config: Config, definition: Definition, placement: Placement)
 
 
 def _plan_layout(config: Config, slots: Slots, placement: Placement) -> Layout:
-    """Returns how parameters lie on the mesh, where that differs from how they are stored."""
+    """Returns the dimensions of parameters whose device layout differs from the checkpoint layout."""
     model = config.model
     sizes = {"vocab": model.vocab_size, "mlp": model.intermediate_size, "positions": model.max_positions}
-    dimensions = {axis: padded(size or 0, placement.num_shards(axis)) for axis, size in sizes.items()}
+    dimensions = {axis: pad_dimension(size or 0, placement.num_shards(axis)) for axis, size in sizes.items()}
     for stack, stages in slots.items():
-        units = tuple(EMPTY if unit is None else unit for stage in stages for unit in stage)
+        units = tuple(EMPTY_SLOT if unit is None else unit for stage in stages for unit in stage)
         dimensions[stack] = Dimension(units) if units != tuple(range(len(units))) else None
-    return Layout(placement, {axis: found for axis, found in dimensions.items() if found is not None})
+    return Layout(placement, {axis: dimension for axis, dimension in dimensions.items() if dimension is not None})
 
 
 def _check_sizes(definition: Definition, layout: Layout) -> None:
@@ -139,32 +141,34 @@ def _check_sizes(definition: Definition, layout: Layout) -> None:
                         f"must be {expected}; choose sizes that divide, or another mesh"
                     )
             elif size % placement.num_shards(axis):
-                split = " × ".join(f"mesh.{one} {placement.sizes[one]}" for one in placement.mesh_axes(axis))
+                split = " × ".join(
+                    f"mesh.{mesh_axis} {placement.sizes[mesh_axis]}" for mesh_axis in placement.mesh_axes(axis)
+                )
                 raise ConfigError(f"model.family: {name} has {size} along {axis}, which {split} does not divide")
 
 
 def _check_memory_options(config: Config, placement: Placement) -> None:
-    """Raises `ConfigError` for memory levers that these devices or this version do not have."""
+    """Raises `ConfigError` for memory settings that these devices or this version do not support."""
     train = config.train
     for key, names in (("remat_save", train.remat_save), ("remat_offload", train.remat_offload)):
         unknown = sorted(set(names) - set(NAMES))
         if unknown:
-            raise ConfigError(f"train.{key}: no value is named {unknown[0]}; {nearest(unknown[0], list(NAMES))}")
+            raise ConfigError(f"train.{key}: unknown activation {unknown[0]}; {nearest(unknown[0], list(NAMES))}")
     if train.remat == "names" and not (train.remat_save or train.remat_offload):
-        raise ConfigError(f"train.remat_save: remat names keeps what is named here; name some of {', '.join(NAMES)}")
+        raise ConfigError(f"train.remat_save: train.remat=names needs names here; set some of {', '.join(NAMES)}")
     if train.remat_offload and train.remat in ("none", "attention"):
-        raise ConfigError("train.remat_offload: what is kept by name needs train.remat dots, names or full; set one")
+        raise ConfigError("train.remat_offload: requires train.remat=dots, names or full; set one of them")
     if train.remat_offload and placement.stages > 1:
-        raise ConfigError("train.remat_offload: a pipeline's stages keep activations on devices; leave it out")
+        raise ConfigError("train.remat_offload: not supported with a pipeline; remove it")
     if config.optimizer.offload and not (has_host_memory(placement) or is_planned(placement)):
-        raise ConfigError("optimizer.offload: these devices are not known to reach host memory; set it to false")
+        raise ConfigError("optimizer.offload: these devices do not support host memory; set it to false")
 
 
 def has_host_memory(placement: Placement) -> bool:
-    """Whether arrays can be kept in the memory of the devices' hosts."""
+    """Returns True if arrays can be kept in the memory of the devices' hosts."""
     return placement.sharding(()).with_memory_kind(HOST_MEMORY).memory_kind == HOST_MEMORY
 
 
 def is_planned(placement: Placement) -> bool:
-    """Whether these devices are only compiled for: they have no memory at all."""
+    """Returns True if these devices are only compiled for and do not exist on this machine: they have no memory."""
     return not any(device.addressable_memories() for device in placement.mesh.devices.flat)

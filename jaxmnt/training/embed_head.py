@@ -1,8 +1,8 @@
-"""What lies before the first layer and after the last: embedding, final norm, head and loss, of one microbatch.
+"""The ends of the model for one microbatch: the embedding, and the final norm, head and loss.
 
-The vocabulary is split over `pipeline` and `model` together, so that every stage does a share of the head's work and
-none waits for another that has it all; what the stages exchange for it is the microbatch's activations, not the tables.
-All functions run on every stage at once. What they compute is the family's; gradients are JAX's.
+The vocabulary is split over `pipeline` and `model` together, so that every stage does a share of the head's work and no
+stage waits for another. For this the stages exchange the microbatch's activations, not the tables. All functions run on
+every stage at once. The family defines what they compute; the gradients are those of JAX.
 
 Shapes: B batch, L length, S a device's piece of the length, D model, V a device's part of the vocabulary.
 """
@@ -28,28 +28,29 @@ class EmbedAndHead:
         self._family = spec.definition.family
 
     def embed(self, rows: Batch) -> Array:
-        """[B, S, D], the first layer's input."""
+        """Returns the first layer's input, [B, S, D]."""
         return self._embed(self._use(self._spec.definition.first), rows)
 
     def embed_gradient(self, x_gradient_BSD: Array, rows: Batch) -> Params:
-        """The gradient of what is before the first layer, from that of the first stage's input, which is read from
-        that stage."""
+        """Returns the gradients of the parameters before the first layer, from the gradient of the first stage's input,
+        which is taken from that stage."""
         _, backward = jax.vjp(lambda params: self._embed(params, rows), self._use(self._spec.definition.first))
-        return backward(collectives.only_stage(x_gradient_BSD, 0, self._spec.placement))[0]
+        return backward(collectives.mask_other_stages(x_gradient_BSD, 0, self._spec.placement))[0]
 
     def loss(self, y_BSD: Array, rows: Batch) -> LossSums:
-        """Sums of the loss from the last stage's output."""
+        """Returns sums of the loss from the last stage's output."""
         return self._loss(self._use(self._spec.definition.last), y_BSD, rows)
 
     def loss_and_gradients(self, y_BSD: Array, rows: Batch) -> tuple[LossSums, Array, Params]:
-        """`loss`, and its gradients with respect to the last stage's output and to what is after the last layer."""
+        """Returns `loss` and its gradients with respect to the last stage's output and to the parameters after the last
+        layer."""
         params = self._use(self._spec.definition.last)
         sums, backward = jax.vjp(lambda params, y_BSD: self._loss(params, y_BSD, rows), params, y_BSD)
         gradients, y_gradient_BSD = backward(LossSums(jnp.ones(()), jnp.zeros(())))
         return sums, y_gradient_BSD, gradients
 
     def logits(self, y_BSD: Array) -> Array:
-        """[B, L, V] in float32, from the output of the last layer; without a pipeline."""
+        """Returns logits [B, L, V] in float32 from the output of the last layer, without a pipeline."""
         ends = self._spec.definition.ends(self._use(self._spec.definition.last))
         x_BLD = self._into_head(ends, y_BSD)
         head_DV = self._family.head_weight(ends).astype(self._spec.dtype)
@@ -83,11 +84,11 @@ class EmbedAndHead:
         return chunked_loss(chunks, x_BLD, HeadWeights(self._family.head_weight(ends), rest), rows)
 
     def _into_head(self, ends: dict[str, Any], y_BSD: Array) -> Array:
-        """[B, L, D] in the compute dtype: what the head multiplies."""
+        """Returns the head's input, [B, L, D] in the compute dtype."""
         x_BSD = self._family.final_norm(ends, y_BSD).astype(self._spec.dtype)
         return collectives.gather_sequence(x_BSD, self._spec.placement)
 
     def _use(self, names: tuple[str, ...]) -> Params:
-        """Float32 to autodiff, so that gradients are. The compute dtype is what crosses devices, and is multiplied:
-        XLA takes the two casts for none."""
+        """Returns the weights of these ends as float32 for autodiff, so that their gradients are float32. They are
+        communicated and multiplied in the compute dtype: XLA removes the two casts."""
         return jax.tree.map(lambda weight: weight.astype(jnp.float32), self._weights.ends(names))

@@ -12,13 +12,14 @@ from jaxmnt.config.schema import Config
 from jaxmnt.config.schema import Optimizer as OptimizerConfig
 from jaxmnt.errors import ConfigError
 from jaxmnt.parallel.sharding import GATHERED, SCALES_AND_BIASES, Axes, is_axes, parameter_name
-from jaxmnt.training.trained import matching
+from jaxmnt.training.trained import match_parameters
 
 
 def build_lr_schedule(optimizer: OptimizerConfig, steps: int) -> optax.Schedule:
-    """The learning rate of the update number i, from 0: linear warm-up, then `optimizer.schedule`.
+    """Returns the learning rate as a function of the update number i, from 0: linear warm-up, then
+    `optimizer.schedule`.
 
-    Update i of the warm-up has rate peak · (i + 1) / (warmup_steps + 1), so that no update is wasted on 0.
+    Update i of the warm-up has rate peak · (i + 1) / (warmup_steps + 1), so that no update has rate 0.
     """
     peak, warmup = optimizer.learning_rate, optimizer.warmup_steps
     main = _main_schedule(optimizer, steps - warmup)
@@ -29,6 +30,7 @@ def build_lr_schedule(optimizer: OptimizerConfig, steps: int) -> optax.Schedule:
 
 
 def _main_schedule(optimizer: OptimizerConfig, steps: int) -> optax.Schedule:
+    """Returns the schedule after the warm-up."""
     peak, final = optimizer.learning_rate, optimizer.final_fraction
     if optimizer.schedule == "constant":
         return optax.constant_schedule(peak)
@@ -43,81 +45,84 @@ def _main_schedule(optimizer: OptimizerConfig, steps: int) -> optax.Schedule:
 def build_optimizer(
     config: Config, axes: Any, stacks: Collection[str]
 ) -> tuple[optax.GradientTransformation, optax.Schedule]:
-    """The optimizer of the parameters in a tree of logical axes, and its learning rate. `stacks` are the names of the
-    groups of layers.
+    """Returns the optimizer of the parameters in a tree of logical axes, and its learning-rate schedule. `stacks` are
+    the names of the groups of layers.
 
-    AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101) without clipping, which the step does itself because it
-    reports the norm. Norm scales and biases are not decayed. Where `optimizer.rules` say so, Muon (Jordan et al. 2024,
-    kellerjordan.github.io/posts/muon) with AdamW's decay: its updates are matrices whose singular values are near 1, to
-    which `learning_rate_factor` fits the rate.
+    AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101) without clipping, which the step does itself because it reports
+    the norm. Norm scales and biases are not decayed. Parameters for which `optimizer.rules` set muon use Muon (Jordan
+    et al. 2024, kellerjordan.github.io/posts/muon) with AdamW's decay. The singular values of its updates are near 1;
+    `learning_rate_factor` scales the learning rate accordingly.
     """
     optimizer = config.optimizer
     schedule = build_lr_schedule(optimizer, config.train.steps)
     rules = optimizer.rules
-    chosen = matching([rule.pattern for rule in rules], axes, "optimizer.rules")
+    rule_of_parameter = match_parameters([rule.pattern for rule in rules], axes, "optimizer.rules")
 
-    def of_rule(default: Callable[[Axes], Any], setting: str) -> Any:
-        """A tree with what a setting is for each parameter."""
+    def resolve(default: Callable[[Axes], Any], setting: str) -> Any:
+        """Returns a tree with the value of a setting for each parameter."""
 
-        def one(path: Any, names: Axes) -> Any:
-            rule = chosen.get(parameter_name(path))
+        def resolve_parameter(path: Any, names: Axes) -> Any:
+            rule = rule_of_parameter.get(parameter_name(path))
             value = None if rule is None else getattr(rules[rule], setting)
             return default(names) if value is None else value
 
-        return jax.tree.map_with_path(one, axes, is_leaf=is_axes)
+        return jax.tree.map_with_path(resolve_parameter, axes, is_leaf=is_axes)
 
-    kinds = of_rule(lambda _: "adamw", "kind")
-    decays = of_rule(lambda names: 0.0 if SCALES_AND_BIASES & set(names) else optimizer.weight_decay, "weight_decay")
-    factors = of_rule(lambda _: 1.0, "learning_rate_factor")
+    kinds = resolve(lambda _: "adamw", "kind")
+    decays = resolve(lambda names: 0.0 if SCALES_AND_BIASES & set(names) else optimizer.weight_decay, "weight_decay")
+    factors = resolve(lambda _: 1.0, "learning_rate_factor")
     used = set(jax.tree.leaves(kinds))
-    # Named, because the names are what a checkpoint knows the state by.
-    chain = [("weight_decay", _decayed(decays)), ("learning_rate", optax.scale_by_learning_rate(schedule))]
+    # Named, because checkpoints store the optimizer state under these names.
+    chain = [("weight_decay", _add_decay(decays)), ("learning_rate", optax.scale_by_learning_rate(schedule))]
     if any(factor != 1 for factor in jax.tree.leaves(factors)):
         chain.append(("factor", optax.stateless(lambda updates, _: jax.tree.map(jnp.multiply, updates, factors))))
-    adam = _stored_in(
+    adam = _store_state_in(
         optax.scale_by_adam(b1=optimizer.beta1, b2=optimizer.beta2, eps=optimizer.epsilon),
         jnp.dtype(optimizer.state_dtype),
     )
     if used <= {"adamw"}:
         return optax.named_chain(("adam", adam), *chain), schedule
     muon = _muon(axes, kinds, stacks, jnp.dtype(optimizer.state_dtype))
-    is_kind = lambda kind: jax.tree.map(lambda one: one == kind, kinds)
+    is_kind = lambda kind: jax.tree.map(lambda parameter_kind: parameter_kind == kind, kinds)
     parts = [("adam", optax.masked(adam, is_kind("adamw"))), ("muon", optax.masked(muon, is_kind("muon")))]
     return optax.named_chain(*parts, *chain), schedule
 
 
-def _decayed(decays: Any) -> optax.GradientTransformation:
-    """Adds each parameter times its decay."""
-    one = lambda update, parameter, decay: update + decay * parameter if decay else update
-    return optax.stateless(lambda updates, parameters: jax.tree.map(one, updates, parameters, decays))
+def _add_decay(decays: Any) -> optax.GradientTransformation:
+    """Adds each parameter times its decay to its update."""
+    decayed = lambda update, parameter, decay: update + decay * parameter if decay else update
+    return optax.stateless(lambda updates, parameters: jax.tree.map(decayed, updates, parameters, decays))
 
 
 def _muon(axes: Any, kinds: Any, stacks: Collection[str], dtype: jnp.dtype) -> optax.GradientTransformation:
-    """Muon over matrices from the residual stream, or to it: each layer's by itself. Its moments are in `dtype`.
+    """Returns Muon for matrices from or to the residual stream, applied to each layer separately. Its moments are in
+    `dtype`.
 
-    Raises `ConfigError` for a parameter that is no matrix.
+    Raises `ConfigError` for a parameter that is not a matrix.
     """
 
-    def one(path: Any, names: Axes, kind: str) -> Any:
+    def dimension_numbers(path: Any, names: Axes, kind: str) -> Any:
         if kind != "muon":
-            return optax.MaskedNode()  # as what is masked out of the parameters
-        inside = [index for index, axis in enumerate(names) if axis in GATHERED]
-        outside = [index for index in range(len(names)) if index not in inside]
-        # The first axis is that of a group's stack. Of a parameter outside of layers it may have the parameter's name.
-        outside = outside[1:] if path[0].key in stacks else outside
-        if not (len(inside) == 1 and outside):
+            return optax.MaskedNode()  # optax masks these parameters out in the same way
+        residual = [index for index, axis in enumerate(names) if axis in GATHERED]
+        other_dimensions = [index for index in range(len(names)) if index not in residual]
+        # A layer's first axis is the group's stack. Outside of layers the first axis may have the parameter's own name.
+        if path[0].key in stacks:
+            other_dimensions = other_dimensions[1:]
+        if not (len(residual) == 1 and other_dimensions):
             raise ConfigError(
-                f"optimizer.rules: {parameter_name(path)} must be a matrix for muon; give it another pattern, or adamw"
+                f"optimizer.rules: {parameter_name(path)} must be a matrix for muon; change the pattern, or set adamw"
             )
-        reduced, output = (inside, outside) if inside[0] < max(outside) else (outside, inside)
-        return optax.contrib.MuonDimensionNumbers(tuple(reduced), tuple(output))
+        reads_residual = residual[0] < max(other_dimensions)
+        reduction, output = (residual, other_dimensions) if reads_residual else (other_dimensions, residual)
+        return optax.contrib.MuonDimensionNumbers(tuple(reduction), tuple(output))
 
-    dimensions = jax.tree.map_with_path(one, axes, kinds, is_leaf=is_axes)
+    dimensions = jax.tree.map_with_path(dimension_numbers, axes, kinds, is_leaf=is_axes)
     return optax.contrib.scale_by_muon(mu_dtype=dtype, weight_dimension_numbers=dimensions)
 
 
-def _stored_in(transformation: optax.GradientTransformation, dtype: jnp.dtype) -> optax.GradientTransformation:
-    """The transformation computed in float32 with its floating-point state kept in `dtype` between updates."""
+def _store_state_in(transformation: optax.GradientTransformation, dtype: jnp.dtype) -> optax.GradientTransformation:
+    """Returns the transformation computed in float32, with its floating-point state kept in `dtype` between updates."""
 
     def cast(tree: Any, to: jnp.dtype) -> Any:
         return jax.tree.map(lambda leaf: leaf.astype(to) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf, tree)

@@ -1,4 +1,4 @@
-"""Everything static that the steps are built from."""
+"""The static facts that the training and evaluation steps are built from."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -42,60 +42,62 @@ class StepSpec:
     layout: Layout
     schedule: PipelineSchedule
     slots: Slots
-    """For each group of layers, which of its units lies in each slot of each stage."""
+    """For each group of layers: the unit in each slot of each stage."""
     trained_axes: Any
     """The tree of logical axes without the parameters that do not train."""
     optimizer: optax.GradientTransformation
     learning_rate: optax.Schedule
     dtype: jnp.dtype
-    """Of computation."""
+    """The compute dtype."""
     float8: Float8 | None
-    """How the products of projections are made in float8; None: they are in `dtype`."""
+    """The float8 scheme of projections; None if they multiply in `dtype`."""
     kernel: Kernel
     loss: Loss
     data_vocab_size: int
     fields: tuple[Field, ...]
-    """Of a batch."""
+    """The fields of a batch."""
 
     @property
     def params_dtype(self) -> jnp.dtype:
-        """Of the stored parameters."""
+        """The dtype of the stored parameters."""
         return jnp.dtype(self.config.train.params_dtype)
 
     @property
     def reduce_dtype(self) -> jnp.dtype:
-        """In which gradients cross devices."""
+        """The dtype in which gradients are communicated."""
         return jnp.dtype(self.config.train.reduce_dtype)
 
     @property
     def matmul_precision(self) -> str:
-        """float32 means float32: by JAX's default, GPUs would multiply in TF32."""
+        """JAX's matmul precision: `highest` for float32, which GPUs would otherwise multiply in TF32."""
         return "highest" if self.dtype == jnp.float32 else "default"
 
     @property
     def zero(self) -> int:
-        """The ZeRO stage. Where nobody has resolved `mesh.zero: auto` (`plan/zero.py` does), it is 3."""
+        """The ZeRO stage: 3 if `mesh.zero` is still `auto`, which `plan/zero.py` resolves."""
         return 3 if self.config.mesh.zero == "auto" else self.config.mesh.zero
 
     @property
     def prefetch(self) -> bool:
-        """Whether a layer's weights are gathered while the one before it computes, and its gradients reduced while the
-        next one does. On CPUs, where communication holds the device up all the same, only if that is asked for."""
+        """True if a layer's weights are gathered while the previous layer computes, and its gradients are reduced while
+        the next one in backward computes. On CPUs only if requested, because communication blocks the device anyway."""
         mesh, placement = self.config.mesh, self.placement
         if mesh.prefetch is False or self.zero < 3 or placement.stages > 1:
             return False
-        wanted = mesh.prefetch or not placement.on_cpu
+        enabled = mesh.prefetch or not placement.on_cpu
         stacks = {name: self.definition.axes[name] for name in self.slots}
-        each = jax.tree.leaves(stacks, is_leaf=is_axes)
-        return wanted and any(placement.gathered_axes(names) or self._is_copied(names) for names in each)
+        axes_of_layers = jax.tree.leaves(stacks, is_leaf=is_axes)
+        communicates = lambda names: placement.gathered_axes(names) or self._is_summed_over_replicas(names)
+        return enabled and any(communicates(names) for names in axes_of_layers)
 
     def is_reduced_early(self, names: Axes) -> bool:
-        """Whether the gradient of a parameter with these axes is summed over replicas in the backward of the last
-        microbatch, layer by layer, and not after it: with `prefetch` those of layers."""
-        return self.prefetch and bool(names) and names[0] in self.slots and self._is_copied(names)
+        """Returns True if the gradient of a parameter with these axes is summed over replicas layer by layer in the
+        backward pass of the last microbatch, instead of after it: with `prefetch`, those of layers."""
+        return self.prefetch and bool(names) and names[0] in self.slots and self._is_summed_over_replicas(names)
 
-    def _is_copied(self, names: Axes) -> bool:
-        """Over replicas alone: scales are over more axes, and small."""
+    def _is_summed_over_replicas(self, names: Axes) -> bool:
+        """Returns True if the parameter is replicated over the replica axes alone. Norm scales are small and replicated
+        over more axes."""
         return self.placement.replicated_axes(names) == REPLICA_AXES
 
     @property
@@ -104,52 +106,54 @@ class StepSpec:
         return {field.name: field.axes for field in self.fields}
 
     def abstract_rows(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Shapes, dtypes and shardings of the fields of a global batch."""
+        """Returns shapes, dtypes and shardings of the fields of a global batch."""
         shape = (self.config.data.global_batch_size, self.config.data.sequence_length)
-        place = lambda field: self.placement.sharding(field.axes)
+        sharding_of = lambda field: self.placement.sharding(field.axes)
         return {
-            field.name: jax.ShapeDtypeStruct(shape, jnp.dtype(field.dtype), sharding=place(field))
+            field.name: jax.ShapeDtypeStruct(shape, jnp.dtype(field.dtype), sharding=sharding_of(field))
             for field in self.fields
         }
 
     def on_mesh(self, function: Callable[..., Any], arrays: Sequence[Any], out: Any) -> Callable[..., Any]:
-        """Returns `function(params, buffers, *arrays)` on each device's pieces: of parameters and buffers as they are
-        placed, and of arrays with these logical axes. `out` has the logical axes of what the function returns."""
-        split = lambda axes: jax.tree.map(self.placement.spec, axes, is_leaf=is_axes)
+        """Returns `function(params, buffers, *arrays)` as a function of global arrays that runs on each device's
+        pieces: parameters and buffers as they are placed, and arrays with the logical axes `arrays`. `out` has the
+        logical axes of the function's outputs."""
+        partition = lambda axes: jax.tree.map(self.placement.spec, axes, is_leaf=is_axes)
         return jax.shard_map(
             function,
             mesh=self.placement.mesh,
-            in_specs=split((self.definition.axes, self.definition.buffer_axes, *arrays)),
-            out_specs=split(out),
-            # JAX does not check what is replicated: each collective has its own transpose.
+            in_specs=partition((self.definition.axes, self.definition.buffer_axes, *arrays)),
+            out_specs=partition(out),
+            # JAX does not check replication, because each collective defines its own transpose.
             check_vma=False,
         )
 
     @property
     def num_microbatches(self) -> int:
-        """Microbatches of a step, which without a pipeline are accumulated one after another."""
+        """The number of microbatches of a step. Without a pipeline they are accumulated one after another."""
         return num_microbatches(self.config, self.placement.sizes)
 
     @property
     def microbatch_rows(self) -> int:
-        """Rows of one microbatch on one batch shard."""
+        """The number of rows of one microbatch on one batch shard."""
         return self.config.data.global_batch_size // self.placement.batch_shards // self.num_microbatches
 
 
 def resolve_precision(config: Config, device: jax.Device) -> tuple[jnp.dtype, Float8 | None, Kernel]:
-    """The compute dtype, the products in float8, and the attention kernel for a device.
+    """Returns the compute dtype, the float8 scheme of matrix products (or None), and the attention kernel for a device.
 
-    Raises `ConfigError` for what the device does not have.
+    Raises `ConfigError` for a precision or kernel that the device does not support.
     """
     precision, float8 = config.train.precision, None
     if precision == "auto":
         precision = "float32" if device.platform == "cpu" else "bfloat16"
     if precision == "float8":
-        precision, on_gpu = "bfloat16", device.platform != "cpu"
-        if on_gpu and device_capability(device) < LEAST_FLOAT8:
+        precision = "bfloat16"
+        on_gpu = device.platform != "cpu"
+        if on_gpu and device_capability(device) < MIN_FLOAT8_CAPABILITY:
             raise ConfigError(
-                f"train.precision: {device.device_kind} has no products in float8, which came with Ada and Hopper; set "
-                "bfloat16"
+                f"train.precision: {device.device_kind} has no float8 matrix products, which need Ada, Hopper or "
+                "newer; set train.precision=bfloat16"
             )
         float8 = Float8(config.train.float8_least, native=on_gpu)
     dtype = jnp.dtype(precision)
@@ -162,16 +166,16 @@ def resolve_precision(config: Config, device: jax.Device) -> tuple[jnp.dtype, Fl
     return dtype, float8, kernel
 
 
-LEAST_FLOAT8 = 8.9
-"""The CUDA capability from which on GPUs multiply float8."""
+MIN_FLOAT8_CAPABILITY = 8.9
+"""The lowest CUDA capability with float8 matrix products."""
 
 
 class ControlFlags:
-    """Whether this process asks to stop, to save, and for a profile, as an array that travels with a batch: the step
-    adds up all flags.
+    """This process's requests to stop, to save and to profile, as an array that travels with a batch: the step adds up
+    all flags.
 
-    So all processes learn of them in the metrics of the same step, and act after the same step. There are flags for
-    each device, because two processes may share a batch shard.
+    All processes see the sums in the metrics of the same step, so they act after the same step. Each device has its own
+    flags, because two processes may share a batch shard.
     """
 
     COUNT = 3
@@ -179,12 +183,13 @@ class ControlFlags:
     def __init__(self, sharding: NamedSharding):
         devices = sharding.mesh.size
 
-        def flags(*asked: bool) -> Array:
-            whole = np.tile(np.array(asked, np.int32), (devices, 1))
+        def flags(*requested: bool) -> Array:
+            whole = np.tile(np.array(requested, np.int32), (devices, 1))
             return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
 
-        self._arrays = {asked: flags(*asked) for asked in itertools.product((False, True), repeat=self.COUNT)}
+        combinations = itertools.product((False, True), repeat=self.COUNT)
+        self._arrays = {requested: flags(*requested) for requested in combinations}
 
     def array(self, *, stop: bool = False, save: bool = False, profile: bool = False) -> Array:
-        """int32 [devices, 3], made once."""
+        """Returns the flags as int32 [devices, 3], a cached array."""
         return self._arrays[stop, save, profile]

@@ -1,7 +1,7 @@
-"""The train state: what is in it, and the shapes, dtypes and shardings of it as it is placed and as it is stored.
+"""The train state: its parts, and their shapes, dtypes and shardings in the device layout and the checkpoint layout.
 
-Its parts have names (params, optimizer, counters, bad_steps, and buffers if the model has some). A later part is one
-more name: checkpoints that lack it are still read, and what it holds begins as in a new run.
+Its parts have names (params, optimizer, counters, bad_steps, and buffers if the model has some). A new part is a new
+name: checkpoints without it can still be read, and the part then starts as in a new run.
 """
 
 import math
@@ -23,67 +23,71 @@ HOST_MEMORY = "pinned_host"
 
 
 @dataclass(frozen=True)
-class OneLeaf:
-    """Logical axes that tree functions take for one leaf."""
+class AxesLeaf:
+    """Logical axes, wrapped so that tree functions treat them as one leaf."""
 
     axes: Axes
 
 
 def initial_state(spec: StepSpec) -> State:
-    definition, place = spec.definition, spec.layout.to_device_layout
+    """Returns the state before the first step, in the device layout."""
+    definition, to_device_layout = spec.definition, spec.layout.to_device_layout
     params, buffers = definition.init(jax.random.key(spec.config.seed))
     params = jax.tree.map(lambda leaf: leaf.astype(spec.params_dtype), params)
-    params = map_with_axes(place, params, definition.axes)
+    params = map_with_axes(to_device_layout, params, definition.axes)
     state = {
         "params": params,
         "optimizer": spec.optimizer.init(select(params, spec.trained_axes)),
         "counters": {"step": jnp.int32(0)},
         "bad_steps": {"total": jnp.int32(0), "in_a_row": jnp.int32(0)},
     }
-    return state | ({"buffers": map_with_axes(place, buffers, definition.buffer_axes)} if buffers else {})
+    if buffers:
+        state["buffers"] = map_with_axes(to_device_layout, buffers, definition.buffer_axes)
+    return state
 
 
 def abstract_state(spec: StepSpec) -> State:
-    """Shapes, dtypes and shardings of the state; optimizer state is sharded like its parameter."""
+    """Returns shapes, dtypes and shardings of the state in the device layout; optimizer state is sharded like its
+    parameter."""
     abstract = jax.eval_shape(lambda: initial_state(spec))
-    state = with_axes(spec, abstract, lambda leaf, axes: shaped(leaf, spec.placement.sharding(axes)))
+    state = map_state_with_axes(spec, abstract, lambda leaf, axes: shape_struct(leaf, spec.placement.sharding(axes)))
     if spec.config.optimizer.offload:
-        to_host = lambda leaf: shaped(leaf, leaf.sharding.with_memory_kind(HOST_MEMORY)) if leaf.ndim else leaf
+        to_host = lambda leaf: shape_struct(leaf, leaf.sharding.with_memory_kind(HOST_MEMORY)) if leaf.ndim else leaf
         state["optimizer"] = jax.tree.map(to_host, state["optimizer"])
     return state
 
 
 def canonical_abstract(spec: StepSpec, state: State) -> State:
-    """The abstract state as it is stored, from the one as it is placed."""
+    """Converts the abstract state from the device layout to the checkpoint layout."""
     layout = spec.layout
 
-    def one(leaf: Any, axes: Axes) -> Any:
-        if not layout.moves(axes):
+    def canonical_leaf(leaf: Any, axes: Axes) -> Any:
+        if not layout.changes(axes):
             return leaf
         plain = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
         canonical = jax.eval_shape(lambda array: layout.to_checkpoint_layout(array, axes), plain)
         sharding = layout.canonical_sharding(canonical.shape, axes)
-        return shaped(canonical, sharding.with_memory_kind(leaf.sharding.memory_kind))
+        return shape_struct(canonical, sharding.with_memory_kind(leaf.sharding.memory_kind))
 
-    return with_axes(spec, state, one)
+    return map_state_with_axes(spec, state, canonical_leaf)
 
 
 def model_state(state: State) -> State:
-    """The parts of the state that the model is: without what only training needs."""
+    """Returns the parts of the state that belong to the model, without those that only training needs."""
     return {part: state[part] for part in ("params", "buffers") if part in state}
 
 
-def moving_bytes(spec: StepSpec, state: State) -> int:
-    """Extra bytes on a device during a save: arrays whose layout in a checkpoint is another than on the device."""
+def relayout_bytes(spec: StepSpec, state: State) -> int:
+    """Returns the extra bytes on a device during a save: copies of arrays whose checkpoint layout differs."""
     stored = canonical_abstract(spec, state)
     pairs = zip(jax.tree.leaves(stored), jax.tree.leaves(state), strict=True)
-    return sum(bytes_a_device(new) for new, placed in pairs if new is not placed)
+    return sum(bytes_per_device(new) for new, placed in pairs if new is not placed)
 
 
-def with_axes(spec: StepSpec, state: State, function: Callable[[Any, Axes], Any]) -> State:
-    """`function(leaf, axes)` for each leaf of the state; optimizer state has the axes of its parameter."""
-    is_masked = lambda node: isinstance(node, optax.MaskedNode)  # a parameter of another kind of optimizer
-    axes = jax.tree.map(OneLeaf, spec.trained_axes, is_leaf=is_axes)
+def map_state_with_axes(spec: StepSpec, state: State, function: Callable[[Any, Axes], Any]) -> State:
+    """Returns `function(leaf, axes)` for each leaf of the state; optimizer state has the axes of its parameter."""
+    is_masked = lambda node: isinstance(node, optax.MaskedNode)  # a parameter that another optimizer updates
+    axes = jax.tree.map(AxesLeaf, spec.trained_axes, is_leaf=is_axes)
     optimizer = optax.tree_map_params(
         spec.optimizer,
         lambda leaf, named: leaf if is_masked(leaf) else function(leaf, named.axes),
@@ -100,24 +104,26 @@ def with_axes(spec: StepSpec, state: State, function: Callable[[Any, Axes], Any]
     }
 
 
-def numbers_a_device(leaf: Any) -> int:
-    """How many numbers of an array are on a device."""
+def elements_per_device(leaf: Any) -> int:
+    """Returns the number of an array's elements on one device."""
     return math.prod(leaf.sharding.shard_shape(leaf.shape))
 
 
-def bytes_a_device(tree: Any) -> int:
-    return sum(leaf.dtype.itemsize * numbers_a_device(leaf) for leaf in jax.tree.leaves(tree))
+def bytes_per_device(tree: Any) -> int:
+    """Returns the bytes of a tree of arrays on one device."""
+    return sum(leaf.dtype.itemsize * elements_per_device(leaf) for leaf in jax.tree.leaves(tree))
 
 
 def float32_bytes(tree: Any) -> int:
-    """Of a tree of float32 arrays like this one on a device, such as gradients."""
-    return 4 * sum(map(numbers_a_device, jax.tree.leaves(tree)))
+    """Returns the bytes on one device of a tree of float32 arrays with these shapes, such as gradients."""
+    return 4 * sum(map(elements_per_device, jax.tree.leaves(tree)))
 
 
 def stored_bytes(canonical: State) -> int:
-    """Bytes of the whole state as it is stored."""
+    """Returns the bytes of the whole state in the checkpoint layout."""
     return sum(leaf.dtype.itemsize * math.prod(leaf.shape) for leaf in jax.tree.leaves(canonical))
 
 
-def shaped(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+def shape_struct(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+    """Returns the leaf's shape and dtype with this sharding."""
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)

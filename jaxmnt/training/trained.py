@@ -1,4 +1,4 @@
-"""Which parameters train. For the others a tree of gradients or of optimizer state has None instead of a leaf."""
+"""Selection of the parameters that train. Trees of gradients and of optimizer state have None for frozen parameters."""
 
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
@@ -10,42 +10,43 @@ from jaxmnt.errors import ConfigError
 from jaxmnt.parallel.sharding import is_axes, parameter_name
 
 
-def names_of(axes: Any) -> dict[str, Any]:
-    """The axes of each parameter by its name, such as layers.attention.query."""
+def axes_by_name(axes: Any) -> dict[str, Any]:
+    """Returns the axes of each parameter by its name, such as layers.attention.query."""
     leaves = jax.tree.leaves_with_path(axes, is_leaf=is_axes)
     return {parameter_name(path): names for path, names in leaves}
 
 
-def matching(patterns: Sequence[str], axes: Any, key: str) -> dict[str, int]:
-    """For each parameter that a pattern matches the index of the first one. `*` in a pattern matches any text.
+def match_parameters(patterns: Sequence[str], axes: Any, key: str) -> dict[str, int]:
+    """Returns the index of the first pattern that matches each parameter, for parameters that one matches. `*` in a
+    pattern matches any text.
 
-    Raises `ConfigError` for a pattern that matches none.
+    Raises `ConfigError` for a pattern that matches no parameter.
     """
-    names, found = names_of(axes), dict[str, int]()
+    names, first_match = axes_by_name(axes), dict[str, int]()
     for index, pattern in enumerate(patterns):
         matched = [name for name in names if fnmatchcase(name, pattern)]
         if not matched:
             raise ConfigError(f"{key}: {pattern!r} matches no parameter; the parameters are {', '.join(sorted(names))}")
         for name in matched:
-            found.setdefault(name, index)
-    return found
+            first_match.setdefault(name, index)
+    return first_match
 
 
 def trained_axes(axes: Any, frozen: Sequence[str]) -> Any:
-    """The tree of axes without the parameters that are frozen."""
-    stay = matching(frozen, axes, "optimizer.frozen")
-    keep = lambda path, one: None if parameter_name(path) in stay else one
-    return jax.tree.map_with_path(keep, axes, is_leaf=is_axes)
+    """Returns the tree of axes with None for frozen parameters."""
+    frozen_names = match_parameters(frozen, axes, "optimizer.frozen")
+    drop_frozen = lambda path, names: None if parameter_name(path) in frozen_names else names
+    return jax.tree.map_with_path(drop_frozen, axes, is_leaf=is_axes)
 
 
 def select(tree: Any, axes: Any) -> Any:
-    """The leaves of a tree of parameters that train."""
-    return jax.tree.map(lambda one, leaf: None if one is None else leaf, axes, tree, is_leaf=_axes_or_none)
+    """Returns the leaves of the parameters that train."""
+    return jax.tree.map(lambda names, leaf: None if names is None else leaf, axes, tree, is_leaf=_axes_or_none)
 
 
-def replaced(tree: Any, new: Any, axes: Any) -> Any:
-    """A tree of parameters with new ones for those that train."""
-    pick = lambda one, old, new: old if one is None else new
+def replace_trained(tree: Any, new: Any, axes: Any) -> Any:
+    """Returns a tree of parameters with new values for those that train."""
+    pick = lambda names, old, new: old if names is None else new
     return jax.tree.map(pick, axes, tree, new, is_leaf=_axes_or_none)
 
 

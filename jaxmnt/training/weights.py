@@ -1,9 +1,10 @@
-"""The way from a stored parameter to the weight that is multiplied, and of its gradient back.
+"""From stored parameters to the weights that are multiplied, and from gradients back to the stored pieces.
 
-A parameter is stored in pieces, usually in float32. On its way to a product it is cast to the compute dtype, perhaps
-packed in float8, and gathered: each time that it is used (ZeRO 3), or once a step (ZeRO 2 and 1). The gradient is that
-of a whole weight. It is scattered and added up in float32: after each microbatch (ZeRO 3 and 2), or once a step (ZeRO
-1). Layers and the ends of the model take weights here and give gradients back; how they come does not concern them.
+A parameter is stored in pieces, usually in float32. Before a matrix product it is cast to the compute dtype, perhaps
+packed in float8, and gathered: each time it is used (ZeRO 3), or once per step (ZeRO 2 and 1). The gradient is that of
+the whole weight. It is scattered and added up in float32: after each microbatch (ZeRO 3 and 2), or once per step (ZeRO
+1). Layers and the ends of the model (embedding, final norm and head) take weights from here and return gradients, and
+need not know the ZeRO stage.
 """
 
 from typing import Any
@@ -16,7 +17,7 @@ from jax import Array
 from jaxmnt.models.contract import LayerGroup, Params
 from jaxmnt.models.float8 import FORWARD, pack, power_of_two_scale, unpack
 from jaxmnt.parallel import collectives
-from jaxmnt.parallel.sharding import Axes, is_axes, unstacked
+from jaxmnt.parallel.sharding import Axes, is_axes, without_stack_axis
 from jaxmnt.training.spec import StepSpec
 from jaxmnt.training.trained import select
 
@@ -25,31 +26,31 @@ class Weights:
     """The weights of a step, each gathered when it is used: ZeRO 3."""
 
     def __init__(self, spec: StepSpec, params: Params):
-        """`params`: this device's pieces, as they are placed."""
+        """`params` are this device's pieces, as they are placed."""
         self._spec, self.params = spec, params
         self._summed_like = params
         """Gradients of all microbatches are added up in these shapes."""
 
-    def ready(self, params: Params, axes: Any) -> Params:
+    def prepare(self, params: Params, axes: Any) -> Params:
         """Returns whole weights in the compute dtype from some of `params`."""
         return collectives.unshard(params, axes, self._spec.placement, self._spec.dtype)
 
     def ends(self, names: tuple[str, ...]) -> Params:
         """Returns the weights of these ends of the model, ready for use."""
         axes = self._spec.definition.axes
-        return self.ready({name: self.params[name] for name in names}, {name: axes[name] for name in names})
+        return self.prepare({name: self.params[name] for name in names}, {name: axes[name] for name in names})
 
-    def no_gradients(self) -> Params:
-        """Returns float32 zeros of the shapes in which the gradients of all microbatches are added up."""
+    def zero_gradients(self) -> Params:
+        """Returns float32 zeros in the shapes in which the gradients of all microbatches are added up."""
         trained = select(self._summed_like, self._spec.trained_axes)
         return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), trained)
 
-    def reduced(self, gradients: Params, axes: Any) -> Params:
-        """Returns the gradients of whole weights, of one microbatch, as they are added up."""
+    def reduce(self, gradients: Params, axes: Any) -> Params:
+        """Reduces one microbatch's gradients of whole weights to the form in which gradients are added up."""
         return collectives.reshard(gradients, axes, self._spec.placement, self._spec.reduce_dtype)
 
-    def finished(self, gradients: Params) -> Params:
-        """Returns the added gradients in the pieces of the stored parameters."""
+    def finish(self, gradients: Params) -> Params:
+        """Returns the accumulated gradients in the pieces of the stored parameters."""
         return gradients
 
 
@@ -58,98 +59,111 @@ class GatheredOnce(Weights):
 
     def __init__(self, spec: StepSpec, params: Params):
         super().__init__(spec, params)
-        self.params = {name: self._gathered(name, stored) for name, stored in params.items()}
+        self.params = {name: self._gather_all(name, stored) for name, stored in params.items()}
 
-    def ready(self, params: Params, axes: Any) -> Params:
+    def prepare(self, params: Params, axes: Any) -> Params:
         return params
 
-    def _gathered(self, name: str, stored: Params) -> Params:
-        """Returns the whole weights of a group or an end. Layers are gathered one after another: a whole stack would
-        come out with the dimension first along which it is gathered, and XLA would copy all of it into order."""
+    def _gather_all(self, name: str, stored: Params) -> Params:
+        """Returns the whole weights of a group or an end of the model. Layers are gathered one after another: XLA would
+        gather a whole stack with the gathered dimension first and then copy it all into row-major order."""
         spec, axes = self._spec, self._spec.definition.axes[name]
         is_gathered = any(map(spec.placement.gathered_axes, jax.tree.leaves(axes, is_leaf=is_axes)))
         if name not in spec.slots or not is_gathered:
-            return super().ready(stored, axes)
-        ready = super().ready
-        layer = lambda _, stored: (None, jax.tree.map(collectives.row_major, ready(stored, unstacked(axes))))
-        return jax.lax.scan(layer, None, stored, unroll=_GATHERED_IN_A_ROUND)[1]
+            return super().prepare(stored, axes)
+        prepare = super().prepare
+
+        def gather_layer(_: None, stored: Params) -> tuple[None, Params]:
+            return None, jax.tree.map(collectives.row_major, prepare(stored, without_stack_axis(axes)))
+
+        return jax.lax.scan(gather_layer, None, stored, unroll=_GATHER_UNROLL)[1]
 
 
 class SummedWhole(GatheredOnce):
-    """The weights of a step, all gathered before it, whose gradients are added up whole and scattered once: ZeRO 1."""
+    """The weights of a step, all gathered before it. Gradients are added up whole and scattered once: ZeRO 1."""
 
     def __init__(self, spec: StepSpec, params: Params):
         super().__init__(spec, params)
         self._summed_like = self.params
 
-    def reduced(self, gradients: Params, axes: Any) -> Params:
+    def reduce(self, gradients: Params, axes: Any) -> Params:
         return jax.tree.map(lambda gradient: gradient.astype(jnp.float32), gradients)
 
-    def finished(self, gradients: Params) -> Params:
+    def finish(self, gradients: Params) -> Params:
         spec = self._spec
         return collectives.reshard(gradients, spec.trained_axes, spec.placement, spec.reduce_dtype)
 
 
-_GATHERED_IN_A_ROUND = 4
-"""Layers, of which one is put into the stack while the next one is gathered. Of 2, 4 and 8 no other was better over
-five programs."""
+_GATHER_UNROLL = 4
+"""Layers per iteration of the gather: one is written to the stack while the next one is gathered. 4 was no slower than
+2 and 8 over five programs."""
 
 BY_ZERO = {1: SummedWhole, 2: GatheredOnce, 3: Weights}
 """The class for each ZeRO stage."""
 
 
 class LayerWeights:
-    """The weights of one group of layers, by unit and place in the group's pattern."""
+    """The weights of one group of layers, by unit and index in the group's pattern."""
 
     def __init__(self, spec: StepSpec, group: LayerGroup, weights: Weights):
         self._spec, self._group, self._weights = spec, group, weights
-        axes = unstacked(spec.definition.axes[group.name])
-        self._axes = [jax.tree.leaves(group.at(axes, place), is_leaf=is_axes) for place in range(len(group.pattern))]
+        axes = without_stack_axis(spec.definition.axes[group.name])
+        self._axes = [
+            jax.tree.leaves(group.at(axes, pattern_index), is_leaf=is_axes)
+            for pattern_index in range(len(group.pattern))
+        ]
         self._scales: list[list[Array | None]] = [[None] * len(names) for names in self._axes]
-        """By place in the pattern, of each weight that travels in float8 the scale, [units]; None of the others."""
+        """The scales, [units], of each weight gathered in float8, by index in the pattern; None for other weights."""
 
     def pack(self, multiplied: list[list[bool]]) -> None:
-        """From now on, weights that are multiplied in float8 alone, and that are gathered, travel in float8.
+        """From now on, gathers in float8 those weights that are only multiplied in float8.
 
-        `multiplied` says, by place in the pattern, which weights are multiplied in float8 alone.
+        `multiplied` says, by index in the pattern, which weights are only multiplied in float8.
         """
-        self._scales = [self._scales_at(place, chosen) for place, chosen in enumerate(multiplied)]
+        self._scales = [self._scales_at(pattern_index, is_float8) for pattern_index, is_float8 in enumerate(multiplied)]
 
     @property
     def packed(self) -> list[list[bool]]:
-        """Which weights travel in float8, by place in the pattern."""
+        """For each weight by index in the pattern, whether it is gathered in float8."""
         return [[scale is not None for scale in scales] for scales in self._scales]
 
-    def take(self, unit: Array, place: int) -> Params:
+    def take(self, unit: Array, pattern_index: int) -> Params:
         """Returns a layer's weights, ready for use."""
-        leaves, structure = jax.tree.flatten(self._stacked(place))
+        leaves, structure = jax.tree.flatten(self._stacked(pattern_index))
         pieces = [jax.lax.dynamic_index_in_dim(leaf, unit, keepdims=False) for leaf in leaves]
         whole = [
-            self._weights.ready(piece, names) if scales is None else self._unpacked(piece, scales[unit], names)
-            for piece, scales, names in zip(pieces, self._scales[place], self._axes[place], strict=True)
+            self._weights.prepare(piece, names) if scales is None else self._gather_packed(piece, scales[unit], names)
+            for piece, scales, names in zip(pieces, self._scales[pattern_index], self._axes[pattern_index], strict=True)
         ]
         return jax.tree.unflatten(structure, whole)
 
-    def reduced(self, gradients: Params, axes: Any) -> Params:
-        return self._weights.reduced(gradients, axes)
+    def reduce(self, gradients: Params, axes: Any) -> Params:
+        """As `Weights.reduce`."""
+        return self._weights.reduce(gradients, axes)
 
-    def _stacked(self, place: int) -> Params:
-        return self._group.at(self._weights.params[self._group.name], place)
+    def _stacked(self, pattern_index: int) -> Params:
+        """Returns the stored pieces of the layers at this index of the pattern, stacked by unit."""
+        return self._group.at(self._weights.params[self._group.name], pattern_index)
 
-    def _unpacked(self, weight: Array, scale: Array, names: Axes) -> Array:
+    def _gather_packed(self, weight: Array, scale: Array, names: Axes) -> Array:
+        """Gathers a weight in float8 and returns it whole in the compute dtype."""
         dtype = self._spec.dtype
         piece = pack(weight.astype(dtype), scale)
-        return unpack(collectives.unshard_as_it_is(piece, names, self._spec.placement), scale, dtype)
+        return unpack(collectives.unshard_without_cast(piece, names, self._spec.placement), scale, dtype)
 
-    def _scales_at(self, place: int, multiplied: list[bool]) -> list[Array | None]:
-        placement, axes = self._spec.placement, self._axes[place]
+    def _scales_at(self, pattern_index: int, multiplied: list[bool]) -> list[Array | None]:
+        """Returns the float8 scales of the weights at this index of the pattern that are gathered in float8; None for
+        the others."""
+        placement, axes = self._spec.placement, self._axes[pattern_index]
         is_packed = [
-            yes and placement.gathered_axes(names) is not None for yes, names in zip(multiplied, axes, strict=True)
+            is_float8 and placement.gathered_axes(names) is not None
+            for is_float8, names in zip(multiplied, axes, strict=True)
         ]
-        chosen, leaves = np.flatnonzero(is_packed), jax.tree.leaves(self._stacked(place))
-        weights = [leaves[index].astype(self._spec.dtype) for index in chosen]
-        largest = collectives.largest_of_weights(weights, [axes[index] for index in chosen], placement)
+        packed_indices = np.flatnonzero(is_packed)
+        leaves = jax.tree.leaves(self._stacked(pattern_index))
+        weights = [leaves[index].astype(self._spec.dtype) for index in packed_indices]
+        largest = collectives.max_abs_per_unit(weights, [axes[index] for index in packed_indices], placement)
         scales: list[Array | None] = [None] * len(axes)
-        for index, number in zip(chosen, largest, strict=True):
-            scales[index] = power_of_two_scale(number, FORWARD)
+        for index, max_abs in zip(packed_indices, largest, strict=True):
+            scales[index] = power_of_two_scale(max_abs, FORWARD)
         return scales
