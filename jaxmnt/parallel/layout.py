@@ -79,6 +79,7 @@ class Layout:
         array = jax.lax.with_sharding_constraint(array, between)
         for dimension, axis in enumerate(axes):
             if axis in self.dimensions:
+                # Reorder the canonical indices into their slots, and fill empty slots and padding with zeros.
                 slots = np.array(self.dimensions[axis].slots)
                 shape = [1] * array.ndim
                 shape[dimension] = -1

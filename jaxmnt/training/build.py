@@ -155,7 +155,7 @@ def _check_memory_options(config: Config, placement: Placement) -> None:
         if unknown:
             raise ConfigError(f"train.{key}: unknown activation {unknown[0]}; {nearest(unknown[0], list(NAMES))}")
     if train.remat == "names" and not (train.remat_save or train.remat_offload):
-        raise ConfigError(f"train.remat_save: train.remat=names needs names here; set some of {', '.join(NAMES)}")
+        raise ConfigError(f"train.remat_save: train.remat=names requires names to save; set some of {', '.join(NAMES)}")
     if train.remat_offload and train.remat in ("none", "attention"):
         raise ConfigError("train.remat_offload: requires train.remat=dots, names or full; set one of them")
     if train.remat_offload and placement.stages > 1:

@@ -58,7 +58,7 @@ class Program:
     abstract_state: State
     memory: Memory
     compile_seconds: float
-    _relayouts: dict[Any, Any] = field(default_factory=dict)
+    _converters: dict[Any, Any] = field(default_factory=dict)
 
     @property
     def placement(self) -> Placement:
@@ -85,26 +85,28 @@ class Program:
 
     def to_canonical(self, state: State) -> State:
         """Converts the state to the checkpoint layout. Arrays whose layout does not change are returned as they are."""
-        return self._relayout(state, self.spec.layout.to_checkpoint_layout, self.canonical_abstract_state, keep=True)
+        return self._convert_layout(
+            state, self.spec.layout.to_checkpoint_layout, self.canonical_abstract_state, keep=True
+        )
 
     def from_canonical(self, state: State) -> State:
         """Converts the state, or some parts of it, to the device layout. Deletes the input arrays that it converts."""
-        return self._relayout(state, self.spec.layout.to_device_layout, self.abstract_state, keep=False)
+        return self._convert_layout(state, self.spec.layout.to_device_layout, self.abstract_state, keep=False)
 
-    def _relayout(self, state: State, relayout: Callable[[Any, Axes], Any], target: State, *, keep: bool) -> State:
+    def _convert_layout(self, state: State, convert: Callable[[Any, Axes], Any], target: State, *, keep: bool) -> State:
         """Converts the layout array by array, so that at most one array is in memory in both layouts at a time."""
         layout = self.spec.layout
 
-        def relayout_array(array: Array, named: AxesLeaf, goal: Any) -> Array:
+        def convert_array(array: Array, named: AxesLeaf, goal: Any) -> Array:
             axes = named.axes
             if not layout.changes(axes):
                 return array
-            key = (relayout.__name__, axes, array.shape, array.dtype, goal.sharding)
-            if key not in self._relayouts:
+            key = (convert.__name__, axes, array.shape, array.dtype, goal.sharding)
+            if key not in self._converters:
                 on_device = array.sharding.with_memory_kind("device")
-                function = lambda x: relayout(jax.device_put(x, on_device), axes)
-                self._relayouts[key] = jax.jit(function, out_shardings=goal.sharding)
-            converted = self._relayouts[key](array)
+                function = lambda x: convert(jax.device_put(x, on_device), axes)
+                self._converters[key] = jax.jit(function, out_shardings=goal.sharding)
+            converted = self._converters[key](array)
             # One array at a time: to save memory, and because CPU devices cannot run several collectives at once.
             jax.block_until_ready(converted)
             if not keep:
@@ -112,7 +114,7 @@ class Program:
             return converted
 
         named = map_state_with_axes(self.spec, target, lambda _, axes: AxesLeaf(axes))
-        return {part: jax.tree.map(relayout_array, tree, named[part], target[part]) for part, tree in state.items()}
+        return {part: jax.tree.map(convert_array, tree, named[part], target[part]) for part, tree in state.items()}
 
     @property
     def batch_sharding(self) -> NamedSharding:

@@ -80,6 +80,7 @@ class PipelineSchedule:
     def idle_share(self) -> float:
         """Returns a stage's idle time as a share of its work, if a backward takes twice as long as a forward and
         neighbours wait for each other in both exchanges of a tick."""
+        # The time at which each stage is done with what it has executed so far.
         clocks = [0.0] * self.stages
         for forward, backward in zip(self.forward, self.backward, strict=True):
             for phase, cost in ((forward, 1), (backward, 2)):
@@ -155,6 +156,7 @@ def build_schedule(name: str, stages: int, microbatches: int, chunks: int = 1) -
     entries = list(_entries(stages, microbatches, chunks))
     # Backward begins after all forwards, or in the tick in which the first loss is computed.
     first_back = entries[-1][0] + stages if name == "gpipe" else stages * chunks - 1
+    # Work moves one stage per tick: forwards from stage 0 up, backwards from the last stage down.
     forward = [(tick + stage, stage, work) for tick, work in entries for stage in range(stages)]
     backward = []
     if name != "forward":

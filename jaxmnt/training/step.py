@@ -43,12 +43,14 @@ def train_step(spec: StepSpec, state: State, batch: Batch) -> tuple[State, Metri
     has_targets = mean.tokens > 0
     finite = jnp.isfinite(loss) & jnp.isfinite(norm)
     is_bad, updates_state = has_targets & ~finite, has_targets & finite
+    # Clip here rather than in the optimizer, because the norm is also a metric.
     clip = spec.config.optimizer.clip_norm
     if clip is not None:
         factor = jnp.minimum(1, clip / jnp.maximum(norm, 1e-12))
         gradients = jax.tree.map(lambda g: g * factor, gradients)
     trained = select(params, spec.trained_axes)
     updates, optimizer = spec.optimizer.update(gradients, state["optimizer"], trained)
+    # The update is always computed; a bad step or a step without targets discards it.
     unless_bad = lambda new, old: jnp.where(updates_state, new, old)
     updated = jax.tree.map(unless_bad, optax.apply_updates(trained, updates), trained)
     new_state = {
@@ -65,6 +67,7 @@ def train_step(spec: StepSpec, state: State, batch: Batch) -> tuple[State, Metri
         new_state["buffers"] = jax.tree.map(unless_bad, _update_buffers(spec, buffers, mean.layers), buffers)
     # Summed over all devices, so that every process sees the flags of all others.
     stop, save, profile = jnp.sum(batch["control"], axis=0)
+    # Means over targets are NaN without targets; the other metrics have a value in every step.
     measured = {"loss": loss, "grad_norm": norm, "model": _layer_metrics(spec, mean)}
     if mean.squares is not None:
         measured["gradient_squares"] = mean.squares
@@ -135,7 +138,8 @@ class MeanGradients(NamedTuple):
 
 def mean_gradients(spec: StepSpec, params: Params, buffers: Params, batch: Batch, step: Array) -> MeanGradients:
     """Computes loss and gradients of one global batch."""
-    layer_axes = {group.name: (group.name,) for group in spec.definition.groups}  # stacked like parameters
+    # The layers' sums are stacked like parameters.
+    layer_axes = {group.name: (group.name,) for group in spec.definition.groups}
     out = ((), (), (), layer_axes, spec.trained_axes, ("devices",))
     sharded = spec.on_mesh(functools.partial(_local_gradients, spec), [spec.row_axes, ()], out)
     sums, tokens, weight, layers, gradients, squared = sharded(params, buffers, _rows(spec, batch), step)
@@ -146,6 +150,7 @@ def mean_gradients(spec: StepSpec, params: Params, buffers: Params, batch: Batch
     stored = jax.tree.map_with_path(to_checkpoint_layout, layers)
     # The layers' own terms of the loss, such as a router's, belong to the minimised loss.
     terms = [jnp.sum(leaf) for path, leaf in jax.tree.leaves_with_path(stored) if path[-1].key == "loss"]
+    # From sums to means: the only division, after all devices and microbatches have been summed.
     scale = jnp.where(weight > 0, 1 / jnp.maximum(weight, 1e-9), 0)
     gradients = jax.tree.map(lambda g: g * scale, gradients)
     squares = None if squared is None else _mean_squares(spec, squared, gradients, scale)
