@@ -70,7 +70,7 @@ def assert_near(found, wanted, tolerance=2e-5):
         ({"sliding_window": 8}, {}, "model.sliding_window: family llama does not support this setting"),
         ({"family": "gpt2"}, {}, "model.max_positions: gpt2 uses learned positions; set model.max_positions"),
         ({"family": "gpt2", "max_positions": 8}, {}, "data.sequence_length: 16 must be at most model.max_positions"),
-        ({"family": "gemma2", "num_layers": 6}, {"pipeline": 4}, "the pattern of layers makes 3 of 6 layers"),
+        ({"family": "gemma2", "num_layers": 6}, {"pipeline": 4}, "the 6 layers form only 3 units"),
     ],
 )
 def test_a_model_that_cannot_be_is_named(model, mesh, words):
@@ -88,7 +88,7 @@ def test_a_model_that_cannot_be_is_named(model, mesh, words):
         ("Wider", {"intermediate_size": 65}, "prefix.mlp.down has 130 along mlp, which is padded for this mesh"),
         ("UnknownAxis", {}, "norm.scale has the unknown axis 'odd'"),
         ("BufferBefore", {}, "the buffer norm.bias must belong to a layer"),
-        ("Bare", {}, "a layer must return a LayerOutput, and returns a"),
+        ("Bare", {}, "a layer must return a LayerOutput, but returns a"),
         ("Forgetful", {}, "update_buffers must return buffers with the names, shapes and dtypes"),
         ("Vectors", {}, "metrics must return a scalar for each name; loads is not a scalar"),
     ],

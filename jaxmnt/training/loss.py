@@ -103,7 +103,7 @@ def load_loss(path: str | None) -> Loss:
         return cross_entropy
     loss = import_dotted(path, "train.loss", "a function")
     if not callable(loss):
-        raise ConfigError(f"train.loss: {printable(path)} must be a function, and is a {type(loss).__name__}")
+        raise ConfigError(f"train.loss: {printable(path)} must be a function, but is a {type(loss).__name__}")
     return loss
 
 

@@ -51,8 +51,9 @@ def describe_suggestions(memory_suggestions: Sequence[MemorySuggestion], peak: i
     parts = [f"{suggestion.setting} saves {size(suggestion.saves)}" for suggestion in memory_suggestions[:3]]
     if any(suggestion.saves >= peak - limit for suggestion in memory_suggestions):
         return "; ".join(parts)
-    more = f"{GATHERING_AXES[0]} over at least {math.ceil(peak / limit)} times as many devices"
-    return "; ".join([f"no single setting makes it fit: raise mesh.{more}", *parts])
+    factor = math.ceil(peak / limit)
+    advice = f"no single setting makes it fit: make mesh.{GATHERING_AXES[0]} at least {factor} times as large"
+    return "; ".join([advice, *parts])
 
 
 def parameters_of(spec: StepSpec) -> list[tuple[str, jax.ShapeDtypeStruct, Axes]]:

@@ -271,8 +271,8 @@ def unit_slots(
     pieces = stages * chunks
     if len(units) < pieces:
         raise ValueError(
-            f"mesh.pipeline: {pieces} pieces of a pipeline need as many units of layers, and the pattern of layers "
-            f"makes {len(units)} of {ends[-1]} layers; lower it, or pipeline.chunks"
+            f"mesh.pipeline: the pipeline has {pieces} pieces (stages × chunks), but the {ends[-1]} layers form only "
+            f"{len(units)} units (repetitions of the pattern); lower mesh.pipeline or pipeline.chunks"
         )
     cuts = _units_before_cuts(ends, sizes) if sizes is not None else _even_units_before_cuts(ends, pieces)
     parts = [units[start:end] for start, end in itertools.pairwise([0, *cuts])]
@@ -285,8 +285,8 @@ def _units_before_cuts(ends: list[int], sizes: Sequence[int]) -> list[int]:
     inside = next((layer for layer in piece_ends if layer not in ends), None)
     if inside is not None:
         raise ValueError(
-            f"pipeline.layers: {list(sizes)} cuts the pattern of layers after layer {inside}; a piece must end with a "
-            f"whole repetition: after one of {', '.join(map(str, ends))}"
+            f"pipeline.layers: {list(sizes)} cuts the pattern of layers after layer {inside}; each piece must end with "
+            f"a whole repetition of the pattern, after layer {', '.join(map(str, ends))}"
         )
     return [ends.index(layer) + 1 for layer in piece_ends]
 

@@ -426,15 +426,15 @@ class PrefetchedLayers(Layers):
 def _check_output(output: Any, x_BSD: Array) -> LayerOutput:
     """Returns a layer's output, checked. Raises `ConfigError` if it violates the contract."""
     if not isinstance(output, LayerOutput):
-        raise ConfigError(f"model.family: a layer must return a LayerOutput, and returns a {type(output).__name__}")
+        raise ConfigError(f"model.family: a layer must return a LayerOutput, but returns a {type(output).__name__}")
     x, loss = output.x_BSD, output.loss
     if (x.shape, x.dtype) != (x_BSD.shape, x_BSD.dtype):
         raise ConfigError(
-            f"model.family: a layer must return activations like its input, {x_BSD.dtype}{list(x_BSD.shape)}, and "
+            f"model.family: a layer must return activations like its input, {x_BSD.dtype}{list(x_BSD.shape)}, but "
             f"returns {x.dtype}{list(x.shape)}"
         )
     if loss is not None and jnp.shape(loss) != ():
-        raise ConfigError(f"model.family: a layer's loss must be one number, and has the shape {list(jnp.shape(loss))}")
+        raise ConfigError(f"model.family: a layer's loss must be a scalar, but has the shape {list(jnp.shape(loss))}")
     if "loss" in output.sums:
-        raise ConfigError("model.family: a layer's sum is named loss, as its term of the loss is; rename it")
+        raise ConfigError("model.family: a layer's sum must not be named loss, the name of its loss term; rename it")
     return output._replace(loss=None if loss is None else jnp.asarray(loss))
