@@ -109,7 +109,9 @@ class Layers:
             in_float8 += [product.in_float8 for product in products]
         return self._group.units * in_float8
 
-    def _trace_products(self, pattern_index: int, x_BSD: Array, rows: Rows) -> tuple[list[Array], list[RecordedProduct]]:
+    def _trace_products(
+        self, pattern_index: int, x_BSD: Array, rows: Rows
+    ) -> tuple[list[Array], list[RecordedProduct]]:
         """Returns a layer's weights and its matrix products, by tracing the layer without running it."""
         leaves: list[Array] = []
         products: list[RecordedProduct] = []
