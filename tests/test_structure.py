@@ -1,6 +1,7 @@
 """The floors of docs/architecture.md, and who may name a mesh axis."""
 
 import ast
+import importlib.util
 import re
 import shutil
 import subprocess
@@ -47,6 +48,20 @@ def test_the_table_of_modules_is_current():
     assert result.stdout == (ROOT / "docs" / "modules.md").read_text(), (
         "run: python scripts/module_table.py > docs/modules.md"
     )
+
+
+VAGUE_SHARE, FRAGMENT_SHARE, FILLERS = 0.005, 0.03, 272
+"""Ceilings of what scripts/language.py counts in jaxmnt/. They may only fall."""
+
+
+def test_names_and_doc_strings_say_what_things_are():
+    spec = importlib.util.spec_from_file_location("language", ROOT / "scripts" / "language.py")
+    language = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(language)
+    counts = language.count(ROOT / "jaxmnt")
+    assert len(counts.vague) <= VAGUE_SHARE * counts.bindings, counts.vague
+    assert len(counts.fragments) <= FRAGMENT_SHARE * counts.docs, counts.fragments
+    assert len(counts.fillers) <= FILLERS, counts.fillers
 
 
 def checked(root: Path) -> tuple[int, str]:
