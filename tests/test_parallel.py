@@ -450,7 +450,7 @@ def test_dtypes_of_the_state():
         ({"mesh": {"pipeline": 2}, "pipeline": {"schedule": "interleaved"}}, 2, ["pipeline.chunks", "at least 2"]),
         ({"mesh": {"pipeline": 2}, "pipeline": {"chunks": 2}}, 2, ["pipeline.chunks", "1f1b", "one chunk"]),
         ({"mesh": {"model": 8}, "model": {"num_heads": 4}}, 8, ["model.num_heads", "4", "mesh.model 8"]),
-        ({"mesh": {"pipeline": 2, "model": 2}, "model": RING}, 4, ["model.overlap", "ring", "without a pipeline"]),
+        ({"mesh": {"pipeline": 2, "model": 2}, "model": RING}, 4, ["model.overlap", "ring", "with a pipeline"]),
         (
             {"mesh": {"fsdp": 2, "model": 2}, "model": SPLIT, "train": {"microbatch_size": 1}},
             4,
