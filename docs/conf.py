@@ -68,8 +68,8 @@ OUTSIDE = {
     "CONTRIBUTING": "contributing",
     "CHANGELOG": "changelog",
     "benchmarks/README": "benchmarks",
-}
-"""Pages at the root of the repository, which pages of the site include, and their names on the site."""
+} | {f"examples/{page.stem}/README": f"examples/{page.stem}" for page in (ROOT / "docs" / "examples").glob("*.md")}
+"""Pages outside of docs/, which pages of the site include, and their names on the site."""
 
 
 def link_to_included_pages(_: Sphinx, name: str, source: list[str]) -> None:
