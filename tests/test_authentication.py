@@ -377,6 +377,6 @@ def test_what_connects_and_never_greets_is_no_process_0():
     with (
         socket.create_server(("127.0.0.1", 0)) as server,
         socket.create_connection(server.getsockname()) as connection,
-        pytest.raises(authentication.StrangerError, match="waits to be asked"),
+        pytest.raises(authentication.StrangerError, match="sends no greeting"),
     ):
         prove(connection, KEY, 0.1)

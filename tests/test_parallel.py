@@ -497,7 +497,7 @@ def test_what_is_padded_is_said():
         "257 is padded with zeros to 260",
         "65 is padded with zeros to 66",
         "num_kv_heads: 1",
-        "1 of 8 places",
+        "1 of 8 slots",
     ):
         assert words in said
 
@@ -521,7 +521,7 @@ def test_the_model_axis_stays_inside_a_host():
         ({"mesh": {"data": 1, "prefetch": True}}, "mesh.prefetch has no effect: no weights of layers are gathered"),
         ({"mesh": {"data": 2}, "model": {"overlap": "ring"}}, "model.overlap has no effect: mesh.model is 1"),
         ({"telemetry": {"noise_scale": True}}, "telemetry.noise_scale has no effect: no device has the gradient of"),
-        ({"train": {"remat_save": ["mlp_up"]}}, "train.remat_save has no effect: only train.remat names reads it"),
+        ({"train": {"remat_save": ["mlp_up"]}}, "train.remat_save has no effect: it applies only to train.remat names"),
         ({"pipeline": {"layers": [3, 5]}}, "pipeline.layers has no effect: there is no pipeline"),
         ({"pipeline": {"schedule": "gpipe"}}, "pipeline.schedule has no effect: there is no pipeline"),
         ({"mesh": {"data": 2}, "run": {"compile_cache": "c"}}, "run.compile_cache has no effect: programs of several"),

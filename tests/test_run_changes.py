@@ -119,7 +119,7 @@ def test_damaged_words_of_what_was_accepted_are_said(going_on, capfd):
         path.write_text(content)
         with pytest.raises(ConfigError, match=r"alter its maths: optimizer\.learning_rate"):
             opened(changed)
-        assert f"note: {path} is damaged: what was accepted" in capfd.readouterr().err
+        assert f"note: {path} is damaged: changes that it lists" in capfd.readouterr().err
 
 
 def test_falling_back_behind_an_accepted_change_asks_for_nothing(going_on):

@@ -302,6 +302,6 @@ def test_a_full_disk_leaves_no_file_and_is_told_with_its_name(tmp_path, monkeypa
         shown = capsys.readouterr().err
         assert shown.startswith(f"jaxmnt: error: {tmp_path}/")
         assert shown.endswith("cannot be written: No space left on device; make room\n")
-    with pytest.raises(ConfigError, match=rf"the run's key {tmp_path}/run.key cannot be .*No space left"):
+    with pytest.raises(ConfigError, match=rf"the run's key {tmp_path}/run.key: No space left"):
         run_key(tmp_path, {})
     assert list(tmp_path.iterdir()) == []
