@@ -103,19 +103,19 @@ def test_a_line_has_the_extremes_of_all(tmp_path):
         "of": {"host_bytes": [host], "gpu_clock_mhz": list(clocks), "gpu_utilisation": [99.0] * len(clocks)},
         "throttled": {}, "faults": list(faults),
     }  # fmt: skip
-    log.heard(0, sample(10.0, 1900, 1900), 7)
-    log.heard(2, json.loads(json.dumps(sample(30.0, 1800, 1900, faults=["eth0: 1 more rx_errors"]))), 7)
+    log.add(0, sample(10.0, 1900, 1900), 7)
+    log.add(2, json.loads(json.dumps(sample(30.0, 1800, 1900, faults=["eth0: 1 more rx_errors"]))), 7)
     assert log.take_findings() == ([], [(2, "eth0: 1 more rx_errors")])
-    log.heard(2, sample(30.0), 9)
-    log.heard(0, sample(11.0), 9)
-    log.heard(1, sample(20.0), 9)
+    log.add(2, sample(30.0), 9)
+    log.add(0, sample(11.0), 9)
+    log.add(1, sample(20.0), 9)
     log.close()
     first, second = read_lines(tmp_path / RESOURCES)
     assert (first["processes"], first["step"], second["processes"]) == (2, 9, 3), "one that is late holds up no line"
     assert first["of"]["host_bytes"] == {"mean": 20.0, "min": [10.0, 0], "max": [30.0, 2]}
     assert first["of"]["gpu_clock_mhz"] == {"mean": 1875.0, "min": [1800.0, 2], "max": [1900.0, 0]}
     with pytest.raises((KeyError, TypeError, ValueError, AttributeError)):
-        log.heard(0, {"of": {"x": ["y"]}}, 1)
+        log.add(0, {"of": {"x": ["y"]}}, 1)
 
 
 def readings(detector: SlowDeviceDetector, clocks: list[float], reasons: dict | None = None, busy: float = 99.0):
@@ -130,7 +130,7 @@ def test_a_gpu_with_low_clocks_is_named_and_one_without_work_is_not():
     assert [len(one) for one in found] == [0] * (IN_A_ROW - 1) + [1, 0]
     assert found[IN_A_ROW - 1][0].device == (2, 1) and "1200 MHz, the others' 1980" in found[IN_A_ROW - 1][0].why
     (over,) = readings(detector, [1980.0] * 8)
-    assert over.device == (2, 1) and not over.began and detector.known == []
+    assert over.device == (2, 1) and not over.began and detector.current == []
     assert not any(readings(detector, slow, busy=3.0) for _ in range(9)), "who waits clocks down"
     hot = [readings(detector, [1900.0], {(0, 0): ["power brake"]}) for _ in range(IN_A_ROW)]
     assert "power brake" in hot[-1][0].why, "one alone, by its own reasons"
@@ -143,7 +143,7 @@ def test_a_device_that_is_slow_in_the_probe_is_named():
         seconds = {(process, place): 1e-3 * (1 + 0.01 * random.random()) for process in range(4) for place in range(2)}
         found = detector.see_probe(seconds | {(3, 0): 1.3e-3})
         assert [one.device for one in found] == ([(3, 0)] if number == IN_A_ROW - 1 else [])
-    assert "1.29 times" in detector.known[0].why and detector.known[0].slower == pytest.approx(0.3, abs=0.02)
+    assert "1.29 times" in detector.current[0].why and detector.current[0].slower == pytest.approx(0.3, abs=0.02)
     two = SlowDeviceDetector()
     assert [len(two.see_probe({(0, 0): 1.0, (1, 0): 1.2})) for _ in range(IN_A_ROW)][-1] == 1, "of two the slower"
 

@@ -18,7 +18,7 @@ from conftest import losses
 from jaxmnt.distributed.heartbeat import disconnected_heartbeat, ending_on_exceptions_in_threads
 from jaxmnt.distributed.identity import Identity
 from jaxmnt.errors import ConfigError, ExitCode
-from jaxmnt.telemetry.sinks import SinkRun, Sinks, packages_of, scalars, wanted_sinks
+from jaxmnt.telemetry.sinks import SinkRun, Sinks, packages_of, resolve_sinks, scalars
 from jaxmnt.train import train
 
 RECORD = {
@@ -172,13 +172,13 @@ def test_an_exception_in_a_thread_of_a_sinks_library_ends_no_run(monkeypatch, ca
 
 def test_what_is_no_sink_is_refused(tiny, tmp_path):
     for names, words in (
-        (["tensorbord"], "there is no sink 'tensorbord'; .*tensorboard"),
+        (["tensorbord"], "unknown sink 'tensorbord'; .*tensorboard"),
         (["no.such.Sink"], "no.such.Sink cannot be imported"),
         (["test_sinks.Nothing"], "test_sinks has no Nothing"),
         (["json.dumps"], "must be a class with the methods write and close"),
     ):
         with pytest.raises(ConfigError, match=words):
-            wanted_sinks(names)
+            resolve_sinks(names)
     with pytest.raises(ConfigError, match="cannot be imported"):
         train(tiny("telemetry.sinks=[no.such.Sink]"))
     assert not (tmp_path / "run" / "events").exists()
@@ -190,18 +190,18 @@ def test_a_folder_of_a_packages_name_is_not_the_package(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.path", [str(tmp_path)])
     assert importlib.util.find_spec("wandb") is not None
     with pytest.raises(ConfigError, match=r'wandb needs a package; install .*"\.\[wandb\]"$'):
-        wanted_sinks(["wandb"])
+        resolve_sinks(["wandb"])
 
 
 def test_tensorboard_is_taken_where_it_is_installed(monkeypatch):
     monkeypatch.setattr(
         "importlib.util.find_spec", lambda name: SimpleNamespace(origin="x") if name == "tensorboard" else None
     )
-    assert wanted_sinks(None) == ["tensorboard"] and wanted_sinks([]) == []
+    assert resolve_sinks(None) == ["tensorboard"] and resolve_sinks([]) == []
     with pytest.raises(ConfigError, match=r'pip install -c constraints\.txt -e "\.\[wandb\]"$'):
-        wanted_sinks(["wandb"])
+        resolve_sinks(["wandb"])
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert wanted_sinks(None) == []
+    assert resolve_sinks(None) == []
 
 
 def trained_twice(tiny_file: Path, sink: str, *, lost: bool = False, **environment: str) -> None:

@@ -90,7 +90,7 @@ def test_a_port_that_is_taken_is_said(capfd):
         port = taken.getsockname()[1]
         with serving("127.0.0.1", port, lambda: STATUS) as url:
             assert url is None
-    assert "cannot be had" in capfd.readouterr().err
+    assert "is not available" in capfd.readouterr().err
 
 
 def test_a_run_answers(tiny, tmp_path, monkeypatch):

@@ -122,10 +122,10 @@ def test_two_that_are_slow_are_both_named():
 def test_lines_of_steps_wait_for_all_processes(tmp_path):
     log = PhaseLog(tmp_path, 3)
     row = lambda step, **phases: StepPhases(step, tuple(phases.get(phase, 0.0) for phase in PHASES))
-    log.heard(0, [row(1, data=0.25), row(2, data=0.5)])
-    log.heard(2, json.loads(json.dumps([row(1, data=1.0, save=2.0)])))
-    log.heard(1, [row(2), row(1, data=0.25)])
-    log.heard(2, [row(2)])
+    log.add(0, [row(1, data=0.25), row(2, data=0.5)])
+    log.add(2, json.loads(json.dumps([row(1, data=1.0, save=2.0)])))
+    log.add(1, [row(2), row(1, data=0.25)])
+    log.add(2, [row(2)])
     log.close()
     one, two, processes = read_lines(tmp_path / PHASE_LINES)
     assert (one["step"], one["processes"], two["step"]) == (1, 3, 2)
@@ -140,7 +140,7 @@ def test_lines_of_steps_wait_for_all_processes(tmp_path):
 @pytest.mark.parametrize("rows", [[1], [[1, [0.0]]], [["1", [0.0] * 8]], [[1, [-1.0] * 8]], [[1, ["a"] * 8]], {"a": 1}])
 def test_what_another_version_says_is_refused(tmp_path, rows):
     with pytest.raises((ValueError, TypeError)):
-        PhaseLog(tmp_path, 2).heard(1, rows)
+        PhaseLog(tmp_path, 2).add(1, rows)
 
 
 def test_a_line_is_short_with_a_thousand_processes(tmp_path):
@@ -148,7 +148,7 @@ def test_a_line_is_short_with_a_thousand_processes(tmp_path):
     random = np.random.default_rng(0)
     for process in range(1000):
         steps = random.random((110, len(PHASES))).round(6)
-        log.heard(process, [StepPhases(step, tuple(seconds)) for step, seconds in enumerate(steps.tolist(), 1)])
+        log.add(process, [StepPhases(step, tuple(seconds)) for step, seconds in enumerate(steps.tolist(), 1)])
     log.close()
     lines = read_lines(tmp_path / PHASE_LINES)
     assert [line["kind"] for line in lines].count("phases") == 110

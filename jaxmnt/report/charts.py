@@ -14,7 +14,7 @@ import numpy as np
 from jaxmnt.report.goodput import sliding_ettr
 from jaxmnt.report.history import Attempt, Record, number
 from jaxmnt.report.noise import STEPS, noise_scales
-from jaxmnt.telemetry.phases import DOING, PHASES
+from jaxmnt.telemetry.phases import PHASE_ACTIVITIES, PHASES
 
 MAX_POINTS = 1600
 """Approximate number of steps drawn in a chart; somewhat more than the pixels across a screen."""
@@ -114,7 +114,7 @@ def _phases(lines: Sequence[Record]) -> Chart:
     """Returns the mean time of each phase, without phases that took no time."""
     means = [_mapping(line, "mean") for line in lines]
     series = [
-        Series(DOING[phase], [_scaled(mean.get(phase, 0.0), 1e3) for mean in means])
+        Series(PHASE_ACTIVITIES[phase], [_scaled(mean.get(phase, 0.0), 1e3) for mean in means])
         for phase in PHASES
         if any(mean.get(phase) for mean in means)
     ]

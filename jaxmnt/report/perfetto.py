@@ -12,7 +12,7 @@ from typing import Any
 from jaxmnt.report.history import Attempt, Record, attempt_index_at, number, read_attempts, seconds_ahead
 from jaxmnt.report.page import as_json
 from jaxmnt.telemetry.events import PHASE_LINES, event_files, read_lines, records
-from jaxmnt.telemetry.phases import DOING, PHASES
+from jaxmnt.telemetry.phases import PHASE_ACTIVITIES, PHASES
 
 Span = dict[str, Any]
 
@@ -98,7 +98,9 @@ def _consecutive_phases(process: int, line: Record, seconds: Record) -> Iterator
     time = line["time"] - sum(times.values())
     for phase, took in times.items():
         if took:
-            yield _span(process, _PHASES, phase, time, took, {"step": line.get("step"), "what": DOING[phase]})
+            yield _span(
+                process, _PHASES, phase, time, took, {"step": line.get("step"), "what": PHASE_ACTIVITIES[phase]}
+            )
         time += took
 
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, NonNegativeFloat, PositiveFloat, PositiveInt, ValidationError
 
-from jaxmnt.telemetry.phases import DOING
+from jaxmnt.telemetry.phases import PHASE_ACTIVITIES
 from jaxmnt.telemetry.progress import table
 from jaxmnt.units import count, seconds_text
 
@@ -79,7 +79,7 @@ class Scaling(_StudyModel):
         if not lost or max(lost.values()) <= 0:
             return "no phase takes longer than it should"
         phase = max(sorted(lost), key=lambda name: lost[name])
-        text = f"{DOING.get(phase, phase)} takes {1e3 * lost[phase]:,.0f} ms of a step more than it should"
+        text = f"{PHASE_ACTIVITIES.get(phase, phase)} takes {1e3 * lost[phase]:,.0f} ms of a step more than it should"
         axis = max(sorted(point.exposed), key=lambda name: point.exposed[name], default=None)
         if phase in ("device", "dispatch") and axis is not None:
             text += f"; the prediction has {1e3 * point.exposed[axis]:,.0f} ms of exposed communication along {axis}"
@@ -181,7 +181,7 @@ def _table(study: Study, scaling: Scaling) -> list[str]:
                 *(seconds_text(point.phases.get(phase, 0.0)) for phase in phases),
             )
         )
-    legend = ", ".join(f"{phase}: {DOING.get(phase, phase)}" for phase in phases)
+    legend = ", ".join(f"{phase}: {PHASE_ACTIVITIES.get(phase, phase)}" for phase in phases)
     return [
         f"{scaling.mode} scaling: {MODE_MEANING[scaling.mode]}",
         *table(rows, right=set(range(len(rows[0])))),

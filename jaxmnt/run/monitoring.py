@@ -18,7 +18,7 @@ from jaxmnt.run.values import CompiledRun
 from jaxmnt.telemetry.events import METRICS, PHASE_LINES, RESOURCES, repair
 from jaxmnt.telemetry.loss_spikes import LossSpikeDetector
 from jaxmnt.telemetry.phase_log import PhaseLog
-from jaxmnt.telemetry.phases import DOING, StepTimer
+from jaxmnt.telemetry.phases import PHASE_ACTIVITIES, StepTimer
 from jaxmnt.telemetry.resources import ResourceLog, ResourceSampler, reader_of_gpus
 from jaxmnt.telemetry.slow_devices import SlowDevice, SlowDeviceDetector
 from jaxmnt.telemetry.stragglers import Straggler
@@ -74,7 +74,7 @@ class Monitoring:
         assert self._logs is not None
         phases, resources = self._logs
         slow = phases.stragglers
-        devices = [*self._slow_devices.known, *resources.slow]
+        devices = [*self._slow_devices.current, *resources.slow]
         return {
             "phases": phases.latest,
             "resources": resources.latest,
@@ -170,10 +170,10 @@ class Monitoring:
         assert self._logs is not None
         phases, resources = self._logs
         try:
-            phases.heard(process, [row for row in report if not isinstance(row, dict)])
+            phases.add(process, [row for row in report if not isinstance(row, dict)])
             for values in (row for row in report if isinstance(row, dict)):
                 if "resources" in values:
-                    resources.heard(process, values["resources"], self._step)
+                    resources.add(process, values["resources"], self._step)
                 if "probe" in values:
                     self._probes[process] = [float(seconds) for seconds in values["probe"]]
         except Exception as error:
@@ -202,7 +202,7 @@ class Monitoring:
 
     def _report_straggler(self, straggler: Straggler, step: int) -> None:
         """Reports a process that delays the others, or no longer does."""
-        host, doing = self._hosts[straggler.process], DOING[straggler.phase]
+        host, doing = self._hosts[straggler.process], PHASE_ACTIVITIES[straggler.phase]
         who = f"process {straggler.process} of {self._identity.processes} on {host}"
         if straggler.began:
             share = straggler.seconds / straggler.step_seconds

@@ -13,7 +13,7 @@ from jaxmnt.run.rundir import plain_config
 from jaxmnt.run.starting_state import ReadyRun
 from jaxmnt.telemetry.flops import CONVENTIONS, peak_flops, token_flops
 from jaxmnt.telemetry.metrics import Rates, TrainLog
-from jaxmnt.telemetry.sinks import SinkRun, Sinks, packages_of, wanted_sinks
+from jaxmnt.telemetry.sinks import SinkRun, Sinks, packages_of, resolve_sinks
 from jaxmnt.telemetry.status_server import serving
 from jaxmnt.training.compile import Program
 from jaxmnt.training.spec import ControlFlags
@@ -101,7 +101,7 @@ def rates(program: Program) -> Rates:
 
 def _open_sinks(run: ReadyRun) -> Sinks:
     """Opens the telemetry sinks in process 0. A run that fails does not wait for them."""
-    names = wanted_sinks(run.config.telemetry.sinks) if run.writes else []
+    names = resolve_sinks(run.config.telemetry.sinks) if run.writes else []
     sinks = Sinks(
         names,
         SinkRun(

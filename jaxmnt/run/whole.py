@@ -19,7 +19,7 @@ from jaxmnt.run.spending import check_price
 from jaxmnt.run.starting_state import restore_run
 from jaxmnt.run.values import OpenedRun, RunProcess
 from jaxmnt.telemetry.notify import Notifier
-from jaxmnt.telemetry.sinks import wanted_sinks
+from jaxmnt.telemetry.sinks import resolve_sinks
 from jaxmnt.training.build import build_spec
 
 
@@ -39,7 +39,7 @@ def open_run(process: RunProcess, flags: ResumeFlags) -> OpenedRun:
     """
     notifier = Notifier(process.config.run.notify, process.identity.process_id, str(process.directory.absolute()))
     check_price(process.config)
-    wanted_sinks(process.config.telemetry.sinks)  # raises for unknown ones
+    resolve_sinks(process.config.telemetry.sinks)  # raises for unknown ones
     locks = []
     for directory in run_directories(process.config):
         lock = process.resources.enter_context(RunLock(directory))

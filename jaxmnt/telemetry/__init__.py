@@ -1,1 +1,1 @@
-"""What a run tells: events and metrics as JSON lines, progress on the terminal, and FLOP counts."""
+"""Telemetry of a run: events and metrics as JSON lines, progress on the terminal, and FLOP counts."""

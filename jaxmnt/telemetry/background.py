@@ -1,4 +1,4 @@
-"""A bounded queue with a thread of its own, so that no run waits for whatever takes its items."""
+"""A bounded queue with a consumer thread of its own, so that no run waits for whatever takes its items."""
 
 import threading
 import time
@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 MOST_WAITING = 10_000
-"""Items that are not urgent. Further ones are counted and not kept."""
+"""Limit of waiting items that are not urgent. Further ones are counted and dropped."""
 _LATE_SECONDS = 1.0
+"""Age of the oldest waiting item from which urgent items overtake it."""
 
 
 class _Waiting(NamedTuple):
@@ -20,9 +21,10 @@ class _Waiting(NamedTuple):
 class BackgroundQueue:
     """Hands items to `work` in a thread, in order; urgent ones go first once an item has waited for a second.
 
-    An item waits until `work` asks for the next. Items end after `end`, or when none has come for `idle_seconds`.
-    A thread without work lets items gather for `gather_seconds`. `gap` makes the item that stands for a number of
-    items that were not kept; it comes when no other waits, and until then no more are kept. From any thread.
+    An item counts as waiting until `work` asks for the next. The iterator that `work` gets ends after `end`, or when no
+    item has arrived for `idle_seconds`. An idle thread lets items gather for `gather_seconds` before it takes them.
+    `gap` makes the item that stands for a number of dropped items; it is delivered when no other item waits, and until
+    then all further items are dropped. Methods may be called from any thread.
     """
 
     def __init__(
@@ -43,7 +45,7 @@ class BackgroundQueue:
         self._changed = threading.Condition()
 
     def start(self) -> None:
-        """Starts the thread unless it is at work."""
+        """Starts the thread unless it is running."""
         with self._changed:
             if not self._working:
                 thread = threading.Thread(target=lambda: self._work(self._items()), name=self._name, daemon=True)
@@ -54,7 +56,7 @@ class BackgroundQueue:
                 self._thread, self._working, self._ending = thread, True, False
 
     def put(self, item: Any, *, urgent: bool = False) -> None:
-        """Returns at once."""
+        """Queues an item, or drops it if the queue is full and it is not urgent. Never blocks."""
         with self._changed:
             full = len(self._waiting) - self._urgent >= MOST_WAITING or (self._gap and self._dropped)
             if full and not urgent:
@@ -63,31 +65,36 @@ class BackgroundQueue:
                 self._add(item, urgent)
 
     def settle(self, seconds: float, only_urgent: Callable[[], bool]) -> None:
-        """Returns when no item waits, or so long after the newest was put; at times only urgent ones are waited for."""
+        """Waits until the queue is empty, or until `seconds` have passed since the newest item was put.
+
+        While `only_urgent()` is true, only urgent items are waited for.
+        """
         with self._changed:
-            while (left := self._newest(only_urgent()) + seconds - time.monotonic()) > 0:
-                self._changed.wait(left)
+            while (remaining := self._newest_since(only_urgent()) + seconds - time.monotonic()) > 0:
+                self._changed.wait(remaining)
 
     def end(self) -> None:
-        """Ends the items after those that wait."""
+        """Ends the iterator of `work` after the items that wait now."""
         with self._changed:
             self._ending = True
             self._changed.notify_all()
 
     def join(self, seconds: float) -> bool:
-        """Returns whether the thread has ended, after so many seconds at most."""
+        """Waits for the thread for up to `seconds`. Returns True if it has ended."""
         if self._thread is None:
             return True
         self._thread.join(seconds)
         return not self._thread.is_alive()
 
     def missing(self) -> tuple[int, int]:
-        """Returns how many items wait, and how many were not kept."""
+        """Returns how many items wait, and how many were dropped."""
         with self._changed:
             return len(self._waiting), self._dropped
 
-    def _newest(self, only_urgent: bool) -> float:
-        return next((one.since for one in reversed(self._waiting) if one.urgent or not only_urgent), float("-inf"))
+    def _newest_since(self, only_urgent: bool) -> float:
+        """Returns when the newest waiting item was put, by `time.monotonic`; -inf if none waits."""
+        newest_first = reversed(self._waiting)
+        return next((waiting.since for waiting in newest_first if waiting.urgent or not only_urgent), float("-inf"))
 
     def _add(self, item: Any, urgent: bool) -> None:
         self._waiting.append(_Waiting(item, urgent, time.monotonic()))
@@ -95,7 +102,7 @@ class BackgroundQueue:
         if len(self._waiting) == 1:
             self._changed.notify_all()
 
-    # In the thread.
+    # The methods below run in the thread.
 
     def _items(self) -> Iterator[Any]:
         while (waiting := self._next()) is not None:
@@ -112,12 +119,12 @@ class BackgroundQueue:
         with self._changed:
             if not self._waiting and not self._ending:
                 self._changed.wait_for(lambda: self._waiting or self._ending, self._idle_seconds)
-                # More at a time cost the run less than each by itself.
+                # Several items at a time cost the run less than each by itself.
                 self._changed.wait_for(lambda: self._ending, self._gather_seconds)
             if not self._waiting:
                 self._working = False
                 return None
             first = self._waiting[0]
             if self._urgent and time.monotonic() - first.since > _LATE_SECONDS:
-                return next(one for one in self._waiting if one.urgent)
+                return next(waiting for waiting in self._waiting if waiting.urgent)
             return first

@@ -1,4 +1,4 @@
-"""The time that a process writes into its records."""
+"""The clock for the timestamps that a process writes into its records."""
 
 import time
 
@@ -6,8 +6,8 @@ _SYSTEM, _MONOTONIC = time.time(), time.monotonic()
 
 
 def now() -> float:
-    """Unix seconds: the system's time when this process began, and from then on by a clock that nobody can set.
+    """Returns Unix seconds: the system time when this process began, advanced by the monotonic clock.
 
-    So the seconds between two records of a process are right, whatever becomes of the system's clock meanwhile.
+    So the difference between two records of a process is right even if the system clock is set in between.
     """
     return _SYSTEM + time.monotonic() - _MONOTONIC

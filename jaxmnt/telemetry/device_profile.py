@@ -1,4 +1,4 @@
-"""What a device did during a profile: computation, communication, what of it overlaps, and nothing."""
+"""Reads from a profile how long a device computed, communicated, did both at once, and was idle."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -12,33 +12,33 @@ _COLLECTIVE = re.compile(
     r"all-reduce|all-gather|reduce-scatter|all-to-all|collective-(permute|broadcast)|\b(send|recv)\b|nccl", re.I
 )
 _CONTAINER = re.compile(r"(while|conditional|call)([.\d]|$)")
-"""Operations whose time is that of others inside."""
+"""Operations that only contain others, whose time would be counted twice."""
 
 Interval = tuple[float, float]
 
 
 @dataclass(frozen=True)
 class DeviceProfile:
-    """Seconds of one device, from its first operation to its last."""
+    """Seconds that one device spent on each kind of work, from its first operation to its last."""
 
     seconds: float
     computation: float
     communication: float
     overlap: float
-    """Of communication, while the device computes as well."""
+    """Communication during which the device also computes."""
     idle: float
     operations: dict[str, float]
-    """The ten that took longest in all, by name without their number."""
+    """Total seconds of the ten longest operations, by name without instance number."""
 
 
 def read_profile(path: Path) -> DeviceProfile | None:
-    """Of the first device in an XSpace file (`*.xplane.pb`); None if it has no operation of any.
+    """Returns the profile of the first device in an XSpace file (`*.xplane.pb`); None if it has no operations.
 
-    A GPU has a plane of its own; operations on CPUs are in the host's, with their device.
+    Each GPU has a plane of its own; operations on CPUs are in the host's plane, labelled with their device.
     """
-    data = ProfileData.from_file(str(path))
+    profile = ProfileData.from_file(str(path))
     by_device: dict[str, list[tuple[str, Interval]]] = {}
-    for plane in data.planes:
+    for plane in profile.planes:
         for device, name, interval in _operations(plane):
             by_device.setdefault(device, []).append((name, interval))
     if not by_device:
@@ -47,6 +47,7 @@ def read_profile(path: Path) -> DeviceProfile | None:
     communication = _union(interval for name, interval in operations if _COLLECTIVE.search(name))
     computation = _union(interval for name, interval in operations if not _COLLECTIVE.search(name))
     busy = _union([*communication, *computation])
+
     whole = busy[-1][1] - busy[0][0]
     communicating, computing, working = map(_length, (communication, computation, busy))
     longest: dict[str, float] = {}
@@ -57,7 +58,7 @@ def read_profile(path: Path) -> DeviceProfile | None:
         seconds=whole,
         computation=computing,
         communication=communicating,
-        # What is left of sums that are equal may be a rounding below 0.
+        # Rounding can make the difference of equal sums slightly negative.
         overlap=max(0.0, communicating + computing - working),
         idle=max(0.0, whole - working),
         operations=dict(sorted(longest.items(), key=lambda item: -item[1])[:10]),
@@ -65,31 +66,32 @@ def read_profile(path: Path) -> DeviceProfile | None:
 
 
 def _operations(plane: Any) -> Iterator[tuple[str, str, Interval]]:
-    """Device, name and seconds of each operation of a plane."""
-    of_a_device = plane.name if plane.name.startswith("/device:GPU") else None
+    """Yields the device, name and interval in seconds of each operation of a plane."""
+    gpu = plane.name if plane.name.startswith("/device:GPU") else None
     for line in plane.lines:
         for event in line.events:
-            told = dict(event.stats)
-            operation = told.get("hlo_op")
+            stats = dict(event.stats)
+            operation = stats.get("hlo_op")
             if operation is None or _CONTAINER.match(str(operation)):
                 continue
-            device = of_a_device or f"{plane.name}:{told.get('device_ordinal', 0)}"
-            # A kernel of NCCL says more than the name of its operation, which may be a fusion's.
+            device = gpu or f"{plane.name}:{stats.get('device_ordinal', 0)}"
+            # The name of an NCCL kernel is more specific than its operation's, which may be a fusion.
             name = event.name if "nccl" in event.name.lower() else str(operation)
             began = event.start_ns / 1e9
             yield device, name, (began, began + event.duration_ns / 1e9)
 
 
 def _union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same time without overlaps, in order."""
-    found: list[Interval] = []
+    """Returns disjoint intervals that cover the same time, in order."""
+    merged: list[Interval] = []
     for began, ended in sorted(intervals):
-        if found and began <= found[-1][1]:
-            found[-1] = found[-1][0], max(ended, found[-1][1])
+        if merged and began <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(ended, merged[-1][1])
         else:
-            found.append((began, ended))
-    return found
+            merged.append((began, ended))
+    return merged
 
 
 def _length(intervals: Iterable[Interval]) -> float:
+    """Returns the total length of intervals."""
     return sum(ended - began for began, ended in intervals)

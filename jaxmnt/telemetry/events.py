@@ -1,4 +1,4 @@
-"""Events of a process, and which recorded lines are believed when they are read back."""
+"""Writes the events of a process, and validates recorded lines when they are read back."""
 
 import contextlib
 import json
@@ -19,20 +19,20 @@ from jaxmnt.telemetry import clock
 from jaxmnt.telemetry.writer import LineWriter
 
 METRICS = "metrics.jsonl"
-"""In a run directory; see `metrics.py`."""
+"""Metrics file in a run directory; see `metrics.py`."""
 
 FORMAT = 1
-"""Of the lines in a run directory, which each event of a start names. A later one may mean something else by a field
-that is known here."""
+"""Version of the line format in a run directory, which each start event records. A later version may give a field of
+the same name another meaning."""
 
 PHASE_LINES = "phases.jsonl"
-"""In a run directory; see `phase_log.py`."""
+"""File of phase times in a run directory; see `phase_log.py`."""
 
 RESOURCES = "resources.jsonl"
-"""In a run directory; see `resources.py`."""
+"""File of resource readings in a run directory; see `resources.py`."""
 
 _PADDING = b" \t\r\n\0"
-"""What may stand around a record. A host that crashes leaves blocks of NULs."""
+"""Bytes that may surround a record. A host that crashes leaves blocks of NULs."""
 
 _NEEDED: dict[str, tuple[str, ...]] = {
     "train": ("step", "loss", "grad_norm", "tokens"),
@@ -45,11 +45,11 @@ _NEEDED: dict[str, tuple[str, ...]] = {
     "end": ("finished",),
     **dict.fromkeys(("failed", "peer_lost", "hang", "start_failed", "start_abandoned"), ("process",)),
 }
-"""What a record of this kind is never without, besides its kind and time."""
+"""Fields that every record of a kind must have, besides its kind and time."""
 
 
 _LATEST = 1e11
-"""Unix seconds; a time in milliseconds is none."""
+"""Upper bound of a time in Unix seconds, which rejects milliseconds."""
 
 
 def is_text(value: Any) -> bool:
@@ -64,23 +64,23 @@ def is_number(value: Any) -> bool:
     return (type(value) is int and abs(value) < 1 << 63) or (type(value) is float and math.isfinite(value))
 
 
-def is_truth(value: Any) -> bool:
+def is_bool(value: Any) -> bool:
     return isinstance(value, bool)
 
 
-IsRight = Callable[[Any], bool]
-"""Says whether a field holds what it should."""
+FieldCheck = Callable[[Any], bool]
+"""Returns True if a field holds what it should."""
 
 
-def or_null(is_right: IsRight) -> IsRight:
-    return lambda value: value is None or is_right(value)
+def or_null(is_valid: FieldCheck) -> FieldCheck:
+    return lambda value: value is None or is_valid(value)
 
 
 _NUMBERS = (
     "loss", "grad_norm", "step_seconds", "data_wait_seconds", "blocked_seconds", "began", "slower_seconds", "until",
     "cost_per_gpu_hour", "tokens_per_second", "mfu", "hfu", "bits_per_byte",
 )  # fmt: skip
-_RIGHT: dict[str, IsRight] = {
+_FIELD_CHECKS: dict[str, FieldCheck] = {
     "kind": is_text,
     "time": lambda value: is_number(value) and 0 <= value < _LATEST,
     "host": is_text,
@@ -92,15 +92,15 @@ _RIGHT: dict[str, IsRight] = {
     "phase": is_text,
     "device": or_null(is_count),
     "found_by": is_text,
-    "finished": is_truth,
+    "finished": is_bool,
     **dict.fromkeys(("process", "attempt", "of_attempt", "step", "steps", "tokens", "format"), is_count),
     **dict.fromkeys(_NUMBERS, or_null(is_number)),
 }
-"""What these fields hold, in whatever record they are."""
+"""Checks of these fields, which apply to records of every kind."""
 
 
 def parse(line: bytes) -> dict[str, Any] | None:
-    """The record in a line; None if there is none that can be relied on."""
+    """Returns the record in a line; None if the line holds no valid record."""
     try:
         record = json.loads(line.strip(_PADDING).decode())
     except (ValueError, RecursionError):
@@ -109,12 +109,13 @@ def parse(line: bytes) -> dict[str, Any] | None:
         return None
     if any(name not in record for name in ("time", *_NEEDED.get(record["kind"], ()))):
         return None
-    return record if all(is_right(record[name]) for name, is_right in _RIGHT.items() if name in record) else None
+    valid = all(is_valid(record[name]) for name, is_valid in _FIELD_CHECKS.items() if name in record)
+    return record if valid else None
 
 
 def records(path: Path) -> Iterator[dict[str, Any]]:
-    """The records of a file, one after the other. Lines that cannot be read are passed over, and said once; a last one
-    that is not complete may be in the making."""
+    """Yields the records of a file. Unreadable lines are skipped and reported once; an incomplete last line is not
+    reported, as it may be in the middle of being written."""
     damaged = 0
     for line in _lines(path):
         if line.isspace():
@@ -123,21 +124,22 @@ def records(path: Path) -> Iterator[dict[str, Any]]:
             yield record
         else:
             damaged += _is_damaged(line)
+
     if damaged:
         _say(f"{path}: {_lines_of(damaged)} cannot be read and {'is' if damaged == 1 else 'are'} skipped")
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """All records of a file; none if it is not there. See `records`."""
+    """Returns all records of a file; none if it does not exist. See `records`."""
     return list(records(path))
 
 
 def repair(path: Path, last_step: int | None = None) -> list[dict[str, Any]]:
-    """For the one who will write to a file, before it does: keeps the records, of steps up to `last_step` if given.
-    Returns those of later steps.
+    """Cleans up a file before its writer appends to it: keeps valid records, up to `last_step` if that is given.
+    Returns the records of later steps.
 
-    Lines that cannot be read go to PATH.damaged. The file is replaced at once or not at all; where the file system does
-    not permit it, that is said, and the file stays as it is.
+    Unreadable lines move to PATH.damaged. The file is replaced atomically or not at all; if the file system does not
+    permit that, a note says so and the file stays unchanged.
     """
     try:
         with contextlib.suppress(FileNotFoundError):
@@ -155,14 +157,15 @@ def _rewrite(path: Path, last_step: int | None) -> list[dict[str, Any]]:
     temporary, aside = path.with_name(f".{path.name}.tmp"), path.with_name(f"{path.name}.damaged")
     changed, damaged = False, 0
     try:
-        with path.open("rb") as lines, _as_private_as(path, temporary) as kept:
+        with path.open("rb") as lines, _as_private_as(path, temporary) as output:
             for line in lines:
-                record = None if line == b"\n" else parse(line)  # there may be a million empty ones
-                whole = line.strip(_PADDING) + b"\n"
+                record = None if line == b"\n" else parse(line)  # a file may have a million empty lines
+                stripped = line.strip(_PADDING) + b"\n"
                 if record is not None and (last_step is None or record.get("step", 0) <= last_step):
-                    kept.write(whole)
-                    changed |= whole != line
+                    output.write(stripped)
+                    changed |= stripped != line
                     continue
+                # The line is dropped: its record is of a later step, or it has none.
                 changed = True
                 if record is not None:
                     later.append(record)
@@ -170,8 +173,8 @@ def _rewrite(path: Path, last_step: int | None) -> list[dict[str, Any]]:
                     damaged += 1
                     with aside.open("ab") as file:
                         file.write(line)
-            kept.flush()
-            os.fsync(kept.fileno())
+            output.flush()
+            os.fsync(output.fileno())
         if changed:
             temporary.replace(path)
     finally:
@@ -183,7 +186,7 @@ def _rewrite(path: Path, last_step: int | None) -> list[dict[str, Any]]:
 
 @contextmanager
 def _as_private_as(path: Path, temporary: Path) -> Iterator[IO[bytes]]:
-    """A new file that nobody can write to who cannot write to `path`."""
+    """Opens a new file that has the permissions of `path` in the end, and is private to this user until then."""
     temporary.unlink(missing_ok=True)
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "wb") as file:
@@ -192,7 +195,8 @@ def _as_private_as(path: Path, temporary: Path) -> Iterator[IO[bytes]]:
 
 
 def _lines(path: Path) -> Iterator[bytes]:
-    """With their ends. Of what is no regular file nothing: reading a pipe or a device may not end."""
+    """Yields the lines of a regular file, with their line ends. Anything else is reported and not read, because
+    reading a pipe or a device may block."""
     try:
         if path.is_file():
             with path.open("rb") as file:
@@ -204,7 +208,7 @@ def _lines(path: Path) -> Iterator[bytes]:
 
 
 def _is_damaged(line: bytes) -> bool:
-    """Of a line without a record. One without an end was cut off, or is being written."""
+    """Returns True if a line without a record is damaged. One without a line end was cut off, or is being written."""
     return line.endswith(b"\n") and bool(line.strip(b" \t\r\n"))
 
 
@@ -212,33 +216,33 @@ def _lines_of(number: int) -> str:
     return f"{number} line{'' if number == 1 else 's'}"
 
 
-_said: set[str] = set()
+_reported: set[str] = set()
 
 
 def _say(text: str) -> None:
-    """Once: the same files are read over and over."""
-    if text not in _said:
-        _said.add(text)
+    """Shows a note once, because the same files are read repeatedly."""
+    if text not in _reported:
+        _reported.add(text)
         remark(f"note: {printable(text)}")
 
 
 def peak_host_bytes() -> int:
-    """The most resident memory that this process has taken so far."""
+    """Returns the peak resident memory of this process so far."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
 
 FAILED_START = "start_failed"
-"""The event of a start that came to nothing before a run was open."""
+"""Event of a start that failed before the run was opened."""
 
 LAST = frozenset({"failed", "peer_lost", "hang", "interrupted", FAILED_START, ABANDONED, "end"})
-"""Events after which a process ends: writing one waits until it is written, but no longer than 5 seconds."""
+"""Events after which a process ends: writing one blocks until it is on disk, for 5 seconds at most."""
 DECISIVE = LAST | {"start", "started", "checkpoint_commit", "preempted"}
-"""Events that decide about restarts: they are never dropped, and written first where writing takes long."""
+"""Events that decide about restarts: they are never dropped, and written first where writing is slow."""
 
 
 class Events:
-    """events/PROCESS.jsonl: what happened to this process, with the attempt (restarts so far)."""
+    """Writes events/PROCESS.jsonl: what happened to this process, with the attempt (number of restarts so far)."""
 
     def __init__(self, run_dir: Path, process: int):
         path = event_file(run_dir, process)
@@ -247,7 +251,7 @@ class Events:
         self._common = {"process": process, "host": socket.gethostname(), "attempt": self.attempt}
         self._lines = LineWriter(path, **self._common)
         self.written: Callable[[dict[str, Any]], None] = lambda record: None
-        """Is told of each event."""
+        """Called with each event."""
 
     def write(self, kind: str, **details: Any) -> None:
         record = {"kind": kind, "time": clock.now(), **self._common, **details}
@@ -257,7 +261,7 @@ class Events:
             self._lines.settle()
 
     def close(self) -> None:
-        """See `LineWriter`: what happens afterwards can be written, too."""
+        """Closes the writer. Later events can still be written; see `LineWriter.close`."""
         self._lines.close()
 
 
@@ -266,39 +270,42 @@ def event_file(run_dir: Path, process: int) -> Path:
 
 
 def event_files(run_dir: Path) -> list[Path]:
-    """Those of all processes that there are, in the order of their names. Copies that people have made are none."""
+    """Returns the event files of all processes, sorted by name. Files with other names, such as copies, are ignored."""
     paths = (run_dir / "events").glob("*.jsonl")
     return sorted(path for path in paths if re.fullmatch("[0-9]+", path.stem))
 
 
 def log_files(process: int) -> tuple[str, str, str]:
-    """In a run directory, to which each attempt appends: stacks of hangs, what a launcher on this machine takes down of
-    the process, and what libraries print below Python."""
+    """Returns the log files of a process in a run directory, to which each attempt appends: stacks at hangs, output
+    that the local launcher captures, and output of libraries that bypass Python."""
     return f"hangs/{process}.txt", f"logs/process-{process}.log", f"native/{process}.log"
 
 
 def log_sizes(run_dir: Path, process: int) -> dict[str, int]:
-    """Bytes of those of a process's files that are not empty."""
+    """Returns the bytes of those log files of a process that are not empty."""
     sizes = {name: path.stat().st_size for name in log_files(process) if (path := run_dir / name).is_file()}
     return {name: size for name, size in sizes.items() if size}
 
 
 def last_commit(run_dir: Path) -> int:
-    """The step of the checkpoint that was written last; 0 if the events tell of none. A later step may have been
-    written before it, and have been damaged."""
+    """Returns the step of the checkpoint that was written last; 0 if the events record none.
+
+    It is not always the highest step: a later checkpoint may have been written before, and turned out to be damaged.
+    """
     steps = [int(event["step"]) for event in records(event_file(run_dir, 0)) if event["kind"] == "checkpoint_commit"]
     return steps[-1] if steps else 0
 
 
 def history(path: Path) -> tuple[int, float]:
-    """How often the run whose events are in `path` broke off without a word, and for how many seconds it ran in all."""
+    """Returns how many attempts of the run with events in `path` ended without an end event, and the total seconds it
+    ran."""
     attempts: dict[int, list[dict[str, Any]]] = {}
     for record in read_lines(path):
         attempt = record.get("attempt")
         if attempt is None or (record["kind"] != "start" and attempt not in attempts):
-            continue  # of a start that came to nothing
+            continue  # of a start that failed before the run was opened
         attempts.setdefault(attempt, []).append(record)
     failures = sum(all(record["kind"] != "end" for record in records) for records in attempts.values())
-    # Between an attempt's own records, so that the clock may be set between attempts.
+    # Each attempt is measured by its own records, as the clock may have been set between attempts.
     seconds = sum(max(0.0, records[-1]["time"] - records[0]["time"]) for records in attempts.values())
     return failures, seconds

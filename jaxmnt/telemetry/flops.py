@@ -1,4 +1,4 @@
-"""What a token costs in FLOPs, by the conventions of published figures, and what a device can do at most."""
+"""FLOPs of a token, by the conventions of published figures, and the peak FLOP/s of a device."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from jaxmnt.telemetry.peaks import peaks_of
 
 
 class RecomputeShare(NamedTuple):
-    """Shares of a layer's forward that backward computes again."""
+    """Shares of a layer's forward pass that the backward pass recomputes."""
 
     products: float
     attention: float
@@ -24,32 +24,34 @@ RECOMPUTE_SHARES = {
     "dots": RecomputeShare(0, 1, 1),
     "full": RecomputeShare(1, 1, 1),
 }
-"""By `train.remat`; `names` depends on them."""
+"""Shares by `train.remat`. `names` is absent, as it depends on the names."""
 
 
 @dataclass(frozen=True)
 class TokenFlops:
     """Forward and backward FLOPs of a token in a row of full length: 6 for each weight that multiplies it, and 12 for
-    each number of a query and each key that it meets (Kaplan et al. 2020, arXiv:2001.08361)."""
+    each element of a query per key that it attends to (Kaplan et al. 2020, arXiv:2001.08361)."""
 
     layers: float
     """Products with the layers' weights."""
     head: int
     all_parameters: int
-    """As if every parameter multiplied, the input's embedding too."""
+    """Products if every parameter multiplied the token, including the input embedding."""
     attention: float
-    """Scores and what they weigh, over the keys that a token sees: half of the length, or a window."""
+    """Attention scores and the weighted sum of values, over the keys that a token sees: half of the length on average,
+    or a window."""
     square: int
-    """The same over the whole length."""
+    """Like `attention`, but over the whole length."""
     softmax: int
-    """Three for each score of the whole length, times three for forward and backward."""
+    """Three for each score over the whole length, times three for forward and backward."""
 
     def recomputed(self, remat: str) -> float | None:
-        """What backward computes again under this `train.remat`; None if that depends on names. What a kernel of
-        attention computes again is not counted."""
-        if (again := RECOMPUTE_SHARES.get(remat)) is None:
+        """Returns the FLOPs that the backward pass recomputes under this `train.remat`; None if that depends on names.
+        Recomputation inside attention kernels is not counted."""
+        if (shares := RECOMPUTE_SHARES.get(remat)) is None:
             return None
-        return (again.products * self.layers + again.attention * self.attention) / 3
+        # A third of the FLOPs is the forward pass.
+        return (shares.products * self.layers + shares.attention * self.attention) / 3
 
 
 CONVENTIONS: dict[str, Callable[[TokenFlops], float]] = {
@@ -58,18 +60,20 @@ CONVENTIONS: dict[str, Callable[[TokenFlops], float]] = {
     "parameters": lambda flops: flops.all_parameters + flops.square,
     "levanter": lambda flops: flops.layers + flops.head + flops.square + flops.softmax,
 }
-"""What `telemetry.flops` may be. `causal` is also that of Megatron-Bridge, and of MaxText since its pull request 1988;
-`square` that of torchtitan, NeMo up to 24.12 and Narayanan et al. 2021 without recomputation; `parameters` that of
-llm-foundry and of torchtitan's figures of 2024 for the A100."""
+"""Values of `telemetry.flops`. `causal` is also the convention of Megatron-Bridge, and of MaxText since its pull
+request 1988; `square` that of torchtitan, NeMo up to 24.12 and Narayanan et al. 2021 without recomputation;
+`parameters` that of llm-foundry and of torchtitan's figures of 2024 for the A100."""
 
 
 def token_flops(definition: Definition, length: int) -> TokenFlops:
-    """Of a token in a row of `length`, by `Family.costs`."""
+    """Returns the FLOPs of a token in a row of `length`, from `Family.costs`."""
     layers = definition.layer_costs()
     attention, square, softmax = 0.0, 0, 0
     for count, costs in layers:
         shape = costs.attention
-        width, window = shape.heads * shape.head_dim, min(shape.window or length, length)
+        width = shape.heads * shape.head_dim
+        window = min(shape.window or length, length)
+        # The mean number of keys: `window` of most tokens, and 1, 2, … of the first `window` tokens.
         attention += 12 * count * width * (window - window * window / (2 * length))
         square += 12 * count * width * length
         softmax += 9 * count * shape.heads * length
@@ -85,5 +89,5 @@ def token_flops(definition: Definition, length: int) -> TokenFlops:
 
 
 def peak_flops(device_kind: str, dtype: jnp.dtype) -> float | None:
-    """Peak FLOP/s of one device, or None where it is not known."""
+    """Returns the peak FLOP/s of one device, or None if it is not known."""
     return peaks_of(device_kind).get(jnp.dtype(dtype).name)

@@ -1,4 +1,4 @@
-"""What the kernel counts of this host: memory, and bytes and errors of network interfaces and InfiniBand ports."""
+"""Reads the kernel's counters of this host: memory, and bytes and errors of network interfaces and InfiniBand ports."""
 
 import os
 import re
@@ -9,7 +9,7 @@ from jaxmnt.distributed.container import available_bytes, kernel_number, kernel_
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _WORD = 4
-"""Bytes in which an InfiniBand port counts its data: https://docs.nvidia.com/networking, "port_xmit_data"."""
+"""Bytes per unit of an InfiniBand port's data counters: https://docs.nvidia.com/networking, "port_xmit_data"."""
 
 _INFINIBAND_ERRORS = (
     "symbol_error", "link_error_recovery", "link_downed", "port_rcv_errors", "local_link_integrity_errors",
@@ -19,17 +19,17 @@ _INFINIBAND_ERRORS = (
 
 @dataclass
 class Traffic:
-    """Counts since the host was started."""
+    """Network counters since the host was started."""
 
     sent: dict[str, int] = field(default_factory=dict)
     """Bytes of each interface or port."""
     received: dict[str, int] = field(default_factory=dict)
     errors: dict[str, dict[str, int]] = field(default_factory=dict)
-    """By interface or port, and by counter."""
+    """Error counts by interface or port, and by counter."""
 
 
 def ethernet(root: Path = Path("/sys")) -> Traffic:
-    """Of the interfaces that are devices; in a container, which sees none of these, of all but the loopback."""
+    """Reads the interfaces that are devices; in a container, which sees none of these, all but the loopback."""
     interfaces = [path for path in listed(root / "class" / "net") if path.name != "lo"]
     devices = [path for path in interfaces if (path / "device").exists()]
     folders = {path.name: path / "statistics" for path in devices or interfaces}
@@ -37,45 +37,45 @@ def ethernet(root: Path = Path("/sys")) -> Traffic:
 
 
 def infiniband(root: Path = Path("/sys")) -> Traffic:
-    """Of all ports, which of RoCE are Ethernet's."""
+    """Reads all InfiniBand ports. For RoCE these are the Ethernet ports."""
     folders = {name: port / "counters" for name, port in infiniband_ports(root).items()}
     return _traffic(folders, "port_xmit_data", "port_rcv_data", _INFINIBAND_ERRORS, _WORD)
 
 
 def infiniband_ports(root: Path = Path("/sys")) -> dict[str, Path]:
-    """Returns the folder of each port, by the names of its adapter and its own."""
+    """Returns the folder of each port, by ADAPTER/PORT."""
     adapters = listed(root / "class" / "infiniband")
     return {f"{adapter.name}/{port.name}": port for adapter in adapters for port in listed(adapter / "ports")}
 
 
 def host_memory(proc: Path = Path("/proc")) -> dict[str, int]:
-    """Bytes that are resident of this process, and that are available on the host; nothing where the kernel does not
-    tell."""
+    """Returns this process's resident bytes and the host's available bytes; neither where the kernel does not report
+    it."""
     pages = kernel_text(proc / "self" / "statm").split()
     available = re.search(r"^MemAvailable: +(\d+)", kernel_text(proc / "meminfo"), re.MULTILINE)
-    found = {"host_bytes": int(pages[1]) * _PAGE} if pages else {}
+    memory = {"host_bytes": int(pages[1]) * _PAGE} if pages else {}
     if available:
-        found["host_available_bytes"] = available_bytes(int(available[1]) * 1024, proc.parent)
-    return found
+        memory["host_available_bytes"] = available_bytes(int(available[1]) * 1024, proc.parent)
+    return memory
 
 
 def _traffic(folders: dict[str, Path], sent: str, received: str, errors: tuple[str, ...], factor: int = 1) -> Traffic:
-    """Reads those counters that there are: devices differ."""
-    found = Traffic()
+    """Reads the counters that exist, as devices differ. Byte counters are multiplied by `factor`."""
+    traffic = Traffic()
     for name, folder in folders.items():
         read = {counter: kernel_number(folder / counter) for counter in (sent, received, *errors)}
         counts = {counter: value for counter, value in read.items() if value is not None}
         if sent in counts:
-            found.sent[name] = counts.pop(sent) * factor
+            traffic.sent[name] = counts.pop(sent) * factor
         if received in counts:
-            found.received[name] = counts.pop(received) * factor
+            traffic.received[name] = counts.pop(received) * factor
         if counts:
-            found.errors[name] = counts
-    return found
+            traffic.errors[name] = counts
+    return traffic
 
 
 def listed(folder: Path) -> list[Path]:
-    """Returns what is in a folder of the kernel, by name."""
+    """Returns the entries of a folder of the kernel, by name; none if it does not exist."""
     try:
         return sorted(folder.iterdir())
     except OSError:  # there is no such class of devices

@@ -1,4 +1,4 @@
-"""What servers of this project have in common: answers in threads of their own, for whoever asks for this host."""
+"""The HTTP server and handler that this project's servers share: each request is answered in a thread of its own."""
 
 import socket
 import socketserver
@@ -7,21 +7,21 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-HERE = ("127.0.0.1", "::1", "localhost")
+LOOPBACK_NAMES = ("127.0.0.1", "::1", "localhost")
 
 
 class LocalServer(ThreadingHTTPServer):
     daemon_threads = True
-    block_on_close = False  # somebody who does not read the answer holds nobody up
+    block_on_close = False  # a client that does not read its answer must not block the process
 
     def server_bind(self) -> None:
-        """Without asking for the host's name, as HTTPServer does: that may take long."""
+        """Binds without HTTPServer's lookup of the host name, which may be slow."""
         socketserver.TCPServer.server_bind(self)
         name, port = self.server_address[:2]
         self.server_name, self.server_port = str(name), int(port)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Who goes away in the middle is no error."""
+        """Ignores errors: a client that disconnects is none."""
 
 
 class LocalServer6(LocalServer):
@@ -29,10 +29,10 @@ class LocalServer6(LocalServer):
 
 
 class LocalHandler(ABC, BaseHTTPRequestHandler):
-    """Reads no body, writes no log."""
+    """Answers GET requests. Reads no body and writes no log."""
 
     timeout = 10.0
-    """Seconds for a request to come, and for its answer to go."""
+    """Seconds to receive a request, and to send its answer."""
     server_version, sys_version = "jaxmnt", ""
 
     def do_GET(self) -> None:
@@ -43,15 +43,18 @@ class LocalHandler(ABC, BaseHTTPRequestHandler):
         """Answers a request."""
 
     def log_message(self, *_: Any) -> None:
-        """Nothing: the output of the process is not for that."""
+        """Logs nothing, to keep the process's output clean."""
 
     def asks_for_this_host(self) -> bool:
-        """Whether the request names this host: a page from elsewhere must not read an answer by another name."""
+        """Returns True if the request's Host header names this host.
+
+        Prevents DNS rebinding: a web page from elsewhere must not read an answer under another name.
+        """
         name = self.headers.get("Host", "localhost")
-        return (name[1:].partition("]")[0] if name.startswith("[") else name.partition(":")[0]) in HERE
+        return (name[1:].partition("]")[0] if name.startswith("[") else name.partition(":")[0]) in LOOPBACK_NAMES
 
     def answer(self, code: HTTPStatus, kind: str, text: str, **headers: str) -> None:
-        """`headers` have _ for -."""
+        """Sends an answer. `headers` are written with _ instead of -."""
         body = text.encode()
         self.send_response(code)
         self.send_header("Content-Type", f"{kind}; charset=utf-8")

@@ -1,4 +1,4 @@
-"""metrics.jsonl: what is recorded of each step."""
+"""metrics.jsonl: the record of each step."""
 
 import functools
 import math
@@ -22,16 +22,16 @@ from jaxmnt.units import count, duration
 
 
 class Rates(NamedTuple):
-    """What rates of a run are measured by."""
+    """Constants from which the rates of a run are computed."""
 
     flops_per_token: float
     """Model FLOPs of a real target, forward and backward."""
     hardware_flops_per_token: float | None
-    """Those that the devices take for each token, padding too, with what is computed again; None if not known."""
+    """FLOPs that the devices spend on each token, also padding, with recomputation; None if not known."""
     peak_flops: float | None
-    """Of all devices together; None if it is not known."""
+    """Peak FLOP/s of all devices together; None if it is not known."""
     padded_tokens: int
-    """Of a step: real ones, and those that fill rows up."""
+    """Tokens of a step, with those that pad rows."""
 
 
 class EvaluationSums(NamedTuple):
@@ -40,39 +40,41 @@ class EvaluationSums(NamedTuple):
     loss: float
     """Cross-entropy in nats."""
     tokens: int
-    """How many targets there are."""
+    """Number of targets."""
     text_bytes: float | None = None
     """UTF-8 bytes of their text; None if that is not known."""
 
-    def plus(self, other: "EvaluationSums") -> "EvaluationSums":
-        known = None if self.text_bytes is None or other.text_bytes is None else self.text_bytes + other.text_bytes
-        return EvaluationSums(self.loss + other.loss, self.tokens + other.tokens, known)
+    def plus(self, more: "EvaluationSums") -> "EvaluationSums":
+        """Adds two sums. The bytes are known only if both are."""
+        both = None if self.text_bytes is None or more.text_bytes is None else self.text_bytes + more.text_bytes
+        return EvaluationSums(self.loss + more.loss, self.tokens + more.tokens, both)
 
     @property
     def mean(self) -> float | None:
-        """Nats a token; None over no token."""
+        """Mean loss in nats per token; None over no token."""
         return self.loss / self.tokens if self.tokens else None
 
     @property
     def bits_per_byte(self) -> float | None:
-        """Bits a byte of text: what compares models of different tokenizers."""
+        """Bits per byte of text, which is comparable between models with different tokenizers; None if not known."""
         return self.loss / math.log(2) / self.text_bytes if self.text_bytes else None
 
 
 Cost = Callable[[float], str | None]
-"""In words: what is spent, and what will be in so many seconds; None if that is not known."""
+"""Returns text that says what is spent so far, and what will be after so many more seconds; None if not known."""
 
 Finished = Callable[[int, float, dict[str, Any]], None]
 
 MEANS_OVER_TARGETS = ("loss", "grad_norm", "model", "gradient_squares")
-"""Metrics of a step that have no value if its batch has no target."""
+"""Metrics of a step that are undefined if its batch has no target."""
 
 
 @dataclass(eq=False)
 class TrainLog:
-    """Takes each step's metrics as device arrays and reads them when the next step has been dispatched.
+    """Keeps each step's metrics as device arrays, and reads them once the next step has been dispatched.
 
-    Only process 0 writes and shows; all processes read, because stops and saves are agreed on through the metrics.
+    Only process 0 writes and shows them; all processes read them, because they agree on stops and saves through the
+    metrics.
     """
 
     run_dir: Path
@@ -87,33 +89,33 @@ class TrainLog:
     timer: StepTimer
     attempt: int = 0
     log_every: int | None = None
-    """Steps between two lines of output that is not a terminal; by default some seconds."""
+    """Steps between two lines of output that is not a terminal; by default a line every few seconds."""
     cost: Cost | None = None
     finished: Finished = lambda step, seconds, values: None
-    """Called with each step that is found finished on the devices, its seconds and its metrics."""
+    """Called with each step once it has finished on the devices, its seconds and its metrics."""
     written: Callable[[dict[str, Any]], None] = lambda record: None
-    """Called with each line, by the one that writes."""
+    """Called with each record, in the process that writes."""
 
     def __post_init__(self) -> None:
         self.stop_seen = False
-        """Whether some process wished to stop in the last step that was read."""
+        """True if some process asked to stop in the last step that was read."""
         self.save_seen = 0
-        """The last step in which some process wished to save."""
+        """Last step in which some process asked for a checkpoint."""
         self.profile_seen = 0
-        """The last step in which some process wished for a profile."""
+        """Last step in which some process asked for a profile."""
         self.without_targets = 0
-        """Steps since this start whose batch had no target."""
+        """Number of steps since this start whose batch had no target."""
         self.latest: dict[str, Any] = {}
-        """The record of the last step that was written. Not to be changed; for other threads to read."""
+        """Record of the last step that was written. Other threads read it, so it must not be modified."""
         self._lines = LineWriter(self.run_dir / METRICS) if self.writer else None
         self._refused_mfu = False
         self._pending: tuple[int, dict[str, Array], float, str | None] | None = None
         self._ready_at = time.perf_counter()
-        """When the step before was found finished, but for pauses since."""
+        """When the previous step was found finished, plus the pauses since."""
         self._pace: float | None = None
 
     def push(self, step: int, metrics: dict[str, Array], wait_seconds: float, digest: str | None) -> None:
-        """Notes the metrics of a step just dispatched, and reads those of the step before it."""
+        """Keeps the metrics of a step just dispatched, and reads those of the step before it."""
         self.flush()
         self._pending = step, metrics, wait_seconds, digest
 
@@ -124,61 +126,66 @@ class TrainLog:
         (step, metrics, wait_seconds, digest), self._pending = self._pending, None
         with self.timer.during("device"):
             metrics = jax.device_get(metrics)
-        values = jax.tree.map(lambda value: np.asarray(value).item(), metrics)
+        values = jax.tree.map(lambda array: np.asarray(array).item(), metrics)
         if not values["tokens"]:
             self.without_targets += 1
             values |= {name: finite(values[name]) for name in MEANS_OVER_TARGETS if name in values}
+
         now = time.perf_counter()
         step_seconds = max(1e-9, now - self._ready_at)
         self._ready_at = now
+
         self.tokens += int(values["tokens"])
         self.stop_seen = values["stop"] > 0
         if values["save"] > 0:
             self.save_seen = step
         if values["profile"] > 0:
             self.profile_seen = step
+
         if self._lines is not None:
             with self.timer.during("writing"):
                 self._write(step, values, step_seconds, wait_seconds, digest)
         self.finished(step, step_seconds, values)
 
     def pause(self, seconds: float) -> None:
-        """Time spent on something else than steps (evaluation, a blocking save): not part of a step's time."""
+        """Excludes time spent on other work than steps (evaluation, a blocking save) from the step's time."""
         self._ready_at += seconds
 
     def restart_clock(self) -> None:
-        """Steps are timed from now on."""
+        """Times the next step from now on."""
         self._ready_at = time.perf_counter()
 
     def write_eval(
         self, step: int, sums: Mapping[str, EvaluationSums], seconds: float, sets: Collection[str] = ()
     ) -> float | None:
-        """Writes the mean loss over all held-out tokens, which it returns, and of each source. Means over no token are
-        None.
+        """Writes the mean loss over all held-out tokens, and that of each source. Returns the mean over all.
 
-        `sets` are the names of those that are evaluated besides, and count into the mean only if nothing else is held
-        out.
+        A mean over no token is None. `sets` names the additional evaluation sets, which count toward the overall mean
+        only if nothing else is held out.
         """
-        own = {name: one for name, one in sums.items() if name not in sets} or sums
-        total = functools.reduce(EvaluationSums.plus, own.values())
+        held_out = {name: source for name, source in sums.items() if name not in sets} or sums
+        total = functools.reduce(EvaluationSums.plus, held_out.values())
         if self._lines is None:
             return total.mean
         self._record("eval", step, seconds=seconds, **_losses(total), sources={n: _losses(s) for n, s in sums.items()})
-        each = "".join(f", {name} {_shown(one.mean)}" for name, one in sums.items()) if len(sums) > 1 else ""
+
+        by_source = ""
+        if len(sums) > 1:
+            by_source = "".join(f", {name} {_shown(source.mean)}" for name, source in sums.items())
         bits = "" if total.bits_per_byte is None else f" ({total.bits_per_byte:.4f} bits per byte)"
         self.status.line(
-            f"step {step}  held-out loss {_shown(total.mean)}{bits}{each} over {count(total.tokens)} tokens "
+            f"step {step}  held-out loss {_shown(total.mean)}{bits}{by_source} over {count(total.tokens)} tokens "
             f"({duration(seconds)})"
         )
         return total.mean
 
     def settle(self) -> None:
-        """Waits until lines are written, or a few seconds: what a checkpoint has trained on shall be in them."""
+        """Waits until all lines are written, or a few seconds, so that a checkpoint does not get ahead of them."""
         if self._lines is not None:
             self._lines.settle()
 
     def close(self) -> None:
-        """Lines that are on their way have a few seconds."""
+        """Closes the writer; pending lines have a few seconds to be written."""
         if self._lines is not None:
             self._lines.close()
 
@@ -192,6 +199,7 @@ class TrainLog:
         optional = {"model": values["model"]} if values["model"] else {}
         optional |= {"gradient_squares": values["gradient_squares"]} if "gradient_squares" in values else {}
         optional |= {"batch_digest": digest} if digest is not None else {}
+
         self.latest = self._record(
             "train",
             step,
@@ -209,6 +217,8 @@ class TrainLog:
             bad_steps=values["bad_steps"],
             **optional,
         )
+
+        # The ETA uses an exponential mean, since the time of a single step varies.
         self._pace = step_seconds if self._pace is None else 0.9 * self._pace + 0.1 * step_seconds
         every = None if self.status.live else self.log_every
         due = self.status.due if every is None else step % every == 0
@@ -218,7 +228,7 @@ class TrainLog:
             )
 
     def _record(self, kind: str, step: int, **fields: Any) -> dict[str, Any]:
-        """Writes a line, and returns it."""
+        """Writes a record, and returns it."""
         assert self._lines is not None
         record = {"kind": kind, "step": step, "time": clock.now(), "attempt": self.attempt, **fields}
         self._lines.write(record)
@@ -228,7 +238,7 @@ class TrainLog:
     def _show(
         self, step: int, values: dict[str, Any], rate: float, mfu: float | None, data_wait: float, *, stays: bool
     ) -> None:
-        """On a terminal what fits there, in place; a line that stays is the same everywhere."""
+        """Shows a step: on a terminal as much as fits, in place. A line that `stays` has the same form everywhere."""
         assert self._pace is not None
         loss = "no targets" if values["loss"] is None else f"loss {values['loss']:.4f}"
         eta = f"ETA {duration((self.steps - step) * self._pace)}"
@@ -244,7 +254,10 @@ class TrainLog:
         (self.status.line if stays else self.status.update)("  ".join([f"step {step}/{self.steps}", *parts]))
 
     def _share_of_peak(self, step: int, per_second: float, flops: float | None) -> float | None:
-        """What so many FLOPs for each are of the devices' peak. More than all of it is a mistake of ours."""
+        """Returns the share of the devices' peak that `flops` per token make at this rate, None if not known.
+
+        A share above 1 is a bug of ours: it is reported once and not returned.
+        """
         peak = self.rates.peak_flops
         if peak is None or flops is None:
             return None
@@ -254,14 +267,14 @@ class TrainLog:
             self._refused_mfu = True
             self.status.line(
                 f"WARNING step {step}: {count(per_second)} tokens/s of {count(flops)}FLOPs are {share:.0%} of the "
-                f"devices' peak of {count(peak)}FLOP/s, which cannot be; such an MFU is written as null; please "
-                "report this as a bug, with the devices' kind"
+                f"devices' peak of {count(peak)}FLOP/s, which is impossible; such an MFU is written as null; please "
+                "report this as a bug, with the kind of device"
             )
         return None
 
 
 def _losses(sums: EvaluationSums) -> dict[str, Any]:
-    """Returns what a line says of an evaluation or of one of its parts."""
+    """Returns the fields that record an evaluation or one of its parts."""
     bits = sums.bits_per_byte
     return {"loss": sums.mean, "tokens": sums.tokens} | ({} if bits is None else {"bits_per_byte": bits})
 

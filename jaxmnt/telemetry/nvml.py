@@ -12,38 +12,38 @@ BAD_REASONS = {
     "nvmlClocksEventReasonHwPowerBrakeSlowdown": "power brake",
     "nvmlClocksEventReasonSwThermalSlowdown": "too hot (driver)",
 }
-"""Why a GPU's clocks are kept down though it has work, by NVML's constants. Its power limit is none of these: GPUs at
-work reach it."""
+"""Reasons, by NVML's constants, for which the clocks of a busy GPU are throttled abnormally. The power limit is not
+among them, since every busy GPU reaches it."""
 
 
 @dataclass(frozen=True)
 class GpuState:
-    """What NVML tells at one moment; None where this GPU does not support it."""
+    """One reading of NVML; a field is None if this GPU does not support it."""
 
     clock_mhz: int | None
-    """Of the multiprocessors."""
+    """Clock of the multiprocessors."""
     utilisation: int | None
-    """Percent of the time in which a kernel ran."""
+    """Percent of the time during which a kernel ran."""
     watts: float | None
     celsius: int | None
     throttled: list[str]
-    """Why the hardware or its driver keeps the clocks down."""
+    """Reasons for which the hardware or its driver throttles the clocks."""
 
 
 class GpuReader:
-    """Reads GPUs of this host. Not for several threads."""
+    """Reads GPUs of this host. Not thread-safe."""
 
     def __init__(self, names: Sequence[str] | None, nvml: Any = None, reasons: Mapping[str, str] = BAD_REASONS):
-        """Opens the GPUs of these names: numbers, or UUIDs as CUDA_VISIBLE_DEVICES has them; None opens all.
+        """Opens the GPUs of these names: indices, or UUIDs as in CUDA_VISIBLE_DEVICES; None opens all.
 
-        `nvml` is the module of the bindings, `reasons` words why clocks are kept down. Raises `NvmlError` if NVML
-        cannot be had.
+        `nvml` is the module of the bindings, and `reasons` describes NVML's throttle reasons. Raises `NvmlError` if
+        NVML is not available.
         """
         try:
-            self._nvml = nvml = nvml or import_module("pynvml")  # only of use with a GPU
+            self._nvml = nvml = nvml or import_module("pynvml")  # imported late, as only GPUs need it
         except ImportError as error:
             raise NvmlError("the package nvidia-ml-py is not installed") from error
-        self._masks = {getattr(nvml, name): what for name, what in reasons.items() if hasattr(nvml, name)}
+        self._masks = {getattr(nvml, name): reason for name, reason in reasons.items() if hasattr(nvml, name)}
         try:
             nvml.nvmlInit()
             if names is None:
@@ -60,7 +60,7 @@ class GpuReader:
         return [self._state(handle) for handle in self._handles]
 
     def uncorrected_errors(self) -> list[int]:
-        """Returns each GPU's memory errors that could not be corrected, since the driver was loaded; 0 without ECC."""
+        """Returns each GPU's uncorrected memory errors since the driver was loaded; 0 without ECC."""
         nvml = self._nvml
         kind = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
         return [self._ask(nvml.nvmlDeviceGetTotalEccErrors, handle, *kind) or 0 for handle in self._handles]
@@ -74,24 +74,25 @@ class GpuReader:
         ]
 
     def processes(self) -> list[list[tuple[int, str]]]:
-        """Returns the processes that compute on each GPU: their numbers and names, which a container may not see."""
+        """Returns the processes that compute on each GPU: their PIDs and names, which a container may not see."""
         nvml, ask = self._nvml, self._ask
         pids = [
             [process.pid for process in ask(nvml.nvmlDeviceGetComputeRunningProcesses, handle) or []]
             for handle in self._handles
         ]
-        return [[(pid, str(ask(nvml.nvmlSystemGetProcessName, pid) or "[Not Found]")) for pid in of] for of in pids]
+        name_of = lambda pid: str(ask(nvml.nvmlSystemGetProcessName, pid) or "[Not Found]")
+        return [[(pid, name_of(pid)) for pid in pids_of_gpu] for pids_of_gpu in pids]
 
     def faults(self) -> list[tuple[int, str]]:
-        """What has gone wrong since this was last called: the place of a GPU among the names, and what."""
-        found = []
-        for place, errors in enumerate(self.uncorrected_errors()):
-            if errors > self._ecc[place]:
-                found.append((place, f"{errors - self._ecc[place]} uncorrected memory errors (ECC)"))
-                self._ecc[place] = errors
+        """Returns the faults since the last call: the index of the GPU among the names, and a description."""
+        faults = []
+        for index, errors in enumerate(self.uncorrected_errors()):
+            if errors > self._ecc[index]:
+                faults.append((index, f"{errors - self._ecc[index]} uncorrected memory errors (ECC)"))
+                self._ecc[index] = errors
         while self._xids is not None and (xid := self._next_xid()) is not None:
-            found.append(xid)
-        return found
+            faults.append(xid)
+        return faults
 
     def close(self) -> None:
         self._nvml.nvmlShutdown()
@@ -113,11 +114,11 @@ class GpuReader:
             rates and rates.gpu,
             None if milliwatts is None else milliwatts / 1e3,
             celsius,
-            [what for mask, what in self._masks.items() if reasons & mask],
+            [reason for mask, reason in self._masks.items() if reasons & mask],
         )
 
     def _register(self) -> Any:
-        """Lets NVML report Xid errors as events."""
+        """Subscribes to Xid errors. Returns NVML's event set."""
         nvml = self._nvml
         events = nvml.nvmlEventSetCreate()
         for handle in self._handles:
@@ -129,16 +130,16 @@ class GpuReader:
         if event is None:
             return None
         uuid = self._ask(self._nvml.nvmlDeviceGetUUID, event.device)
-        place = self.uuids.index(uuid) if uuid in self.uuids else 0
-        return place, f"Xid {event.eventData}"
+        index = self.uuids.index(uuid) if uuid in self.uuids else 0
+        return index, f"Xid {event.eventData}"
 
-    def _ask(self, question: Callable[..., Any], *arguments: Any) -> Any:
-        """Returns the answer, or None for what this GPU, its driver or its rights do not support."""
+    def _ask(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Calls a function of NVML. Returns None if this GPU, its driver or our permissions do not support it."""
         try:
-            return question(*arguments)
+            return function(*arguments)
         except self._nvml.NVMLError:
             return None
 
 
 class NvmlError(Exception):
-    """NVML cannot be had."""
+    """NVML is not available."""

@@ -1,4 +1,4 @@
-"""What a device can do at most, by its data sheet. No JAX."""
+"""Peak FLOP/s of devices, by their data sheets. Does not import JAX."""
 
 import re
 import tomllib
@@ -9,6 +9,6 @@ PEAKS: dict[str, dict[str, float]] = tomllib.loads(Path(__file__).with_suffix(".
 
 
 def peaks_of(device_kind: str) -> dict[str, float]:
-    """Peak FLOP/s of one device by dtype; empty where they are not known. The most specific name wins."""
+    """Returns the peak FLOP/s of one device by dtype; empty if they are not known. The most specific name wins."""
     names = [name for name in PEAKS if re.search(rf"\b{name}\b", device_kind)]
     return PEAKS[max(names, key=len)] if names else {}

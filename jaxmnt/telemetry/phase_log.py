@@ -1,4 +1,4 @@
-"""Process 0's account of where the time of each step goes in all processes: a line a step in phases.jsonl, and every
+"""Process 0's record of where the time of each step goes in all processes: one line per step in phases.jsonl, and every
 100 steps one with a few numbers of each process."""
 
 import threading
@@ -15,22 +15,23 @@ from jaxmnt.telemetry.stragglers import Straggler, StragglerDetector
 from jaxmnt.telemetry.writer import LineWriter
 
 _LONGEST = 1e9
-STEPS_A_SUM = 100
-"""Between two lines about processes."""
+STEPS_PER_SUMMARY = 100
+"""Steps between two lines about processes."""
 QUANTILES = (0.1, 0.5, 0.9, 1.0)
-"""Of the steps between two such lines."""
-_BYTES_A_PROCESS, _MOST_BYTES_A_STEP = 40, 1000
+"""Quantiles over the steps between two such lines."""
+_BYTES_PER_PROCESS, _MOST_BYTES_PER_STEP = 40, 1000
+"""Size of a process in such a line, and the average size per step that such lines may have."""
 MOST_EACH = 4
-"""Processes whose times are all in the line of a step; of more they would not fit."""
+"""Largest number of processes for which the line of a step has the times of each."""
 _OWN = [PHASES.index(phase) for phase in OWN_PHASES]
 _PATIENCE = 512
-"""Steps for which a process's times are waited for."""
+"""Steps for which missing times of a process are waited for."""
 
 
 class PhaseLog:
-    """Takes the times of the processes as they come, and writes the sum of each step once all have come.
+    """Collects the times of the processes as they arrive, and writes a summary of each step once all have arrived.
 
-    `heard` may be called from any thread. Who holds the others up is for `take_findings`.
+    `add` may be called from any thread. `take_findings` returns the stragglers.
     """
 
     def __init__(self, run_dir: Path, processes: int):
@@ -39,17 +40,17 @@ class PhaseLog:
         self._detector = StragglerDetector(processes)
         self._steps: dict[int, dict[int, tuple[float, ...]]] = {}
         self._own: list[np.ndarray] = []
-        """Of steps since the last line about processes: seconds of each one's own work."""
+        """Seconds of each process's own work, for each step since the last line about processes."""
         self._last_step = 0
         self.latest: dict[str, float] = {}
-        """Mean seconds of each phase in the last step that all have told of. For other threads to read."""
+        """Mean seconds of each phase in the last step that all processes have reported. Other threads read it."""
         self._findings: list[Straggler] = []
         self._lock = threading.Lock()
 
-    def heard(self, process: int, rows: Sequence[Any]) -> None:
-        """The times of some steps of one process: `StepPhases`, or what they are in JSON.
+    def add(self, process: int, rows: Sequence[Any]) -> None:
+        """Adds the times of some steps of one process: `StepPhases`, or their form in JSON.
 
-        Raises `ValueError` or `TypeError` if they are not.
+        Raises `ValueError` or `TypeError` for anything else.
         """
         checked = [_checked(*row) for row in rows]
         with self._lock:
@@ -62,19 +63,19 @@ class PhaseLog:
                 del self._steps[next(iter(self._steps))]
 
     def take_findings(self) -> list[Straggler]:
-        """Who began to hold the others up, or caught up, since this was last called."""
+        """Returns the processes that began to delay the others, or caught up, since the last call."""
         with self._lock:
-            found, self._findings = self._findings, []
-        return found
+            findings, self._findings = self._findings, []
+        return findings
 
     @property
     def stragglers(self) -> list[tuple[int, str]]:
-        """Who holds the others up now, by process and phase. From any thread."""
+        """The processes that delay the others now, each with the phase. From any thread."""
         with self._lock:
-            return self._detector.known
+            return self._detector.current
 
     def complete_up_to(self, step: int) -> bool:
-        """Whether no process's times are missing of this step or one before it. From any thread."""
+        """Returns True if no process's times of this step or an earlier one are missing. From any thread."""
         with self._lock:
             return all(waiting > step for waiting in self._steps)
 
@@ -91,14 +92,14 @@ class PhaseLog:
         self._lines.write(line)
         self._own.append(seconds[:, _OWN].sum(axis=1))
         self._last_step = step
-        if len(self._own) == STEPS_A_SUM:
+        if len(self._own) == STEPS_PER_SUMMARY:
             self._sum_up()
         self._findings += self._detector.see(seconds)
 
     def _sum_up(self) -> None:
-        """A line about the own work of each process, in the steps since the last such line, if these are many enough
-        for its length."""
-        if len(self._own) * _MOST_BYTES_A_STEP < self._processes * _BYTES_A_PROCESS:
+        """Writes a line about the own work of each process in the steps since the last such line, unless these are too
+        few for its length."""
+        if len(self._own) * _MOST_BYTES_PER_STEP < self._processes * _BYTES_PER_PROCESS:
             return
         quantiles = np.quantile(np.stack(self._own), QUANTILES, axis=0)
         self._lines.write({
@@ -106,12 +107,13 @@ class PhaseLog:
             "step": self._last_step,
             "time": clock.now(),
             "steps": len(self._own),
-            "own": [[_short(value) for value in row] for row in quantiles.T],
+            "own": [[_short(seconds) for seconds in row] for row in quantiles.T],
         })  # fmt: skip
         self._own.clear()
 
 
 def _checked(step: Any, seconds: Any) -> StepPhases:
+    """Returns validated times of a step."""
     times = tuple(map(float, seconds))
     if type(step) is not int or len(times) != len(PHASES) or not all(0 <= time < _LONGEST for time in times):
         raise ValueError("no times of a step")
@@ -119,22 +121,26 @@ def _checked(step: Any, seconds: Any) -> StepPhases:
 
 
 def _short(seconds: float) -> float:
-    """In few digits: there may be thousands."""
+    """Rounds to three digits, as a line may have thousands of numbers."""
     return float(f"{seconds:.3g}")
 
 
 def _line(step: int, seconds: np.ndarray) -> dict[str, Any]:
-    """Of each phase that took some time: the mean over processes, and the longest with its process."""
-    longest, most = seconds.argmax(axis=0).tolist(), seconds.max(axis=0).tolist()
+    """Returns the record of a step: for each phase that took time, the mean over processes, and the longest time with
+    its process."""
+    slowest = seconds.argmax(axis=0).tolist()
+    longest = seconds.max(axis=0).tolist()
     means = seconds.mean(axis=0).round(6).tolist()
-    some = [number for number, value in enumerate(most) if value > 0]
-    each = {"each": [[_short(one) for one in row] for row in seconds.tolist()]} if 1 < len(seconds) <= MOST_EACH else {}
+    some = [phase for phase, time in enumerate(longest) if time > 0]
+    by_process = {}
+    if 1 < len(seconds) <= MOST_EACH:
+        by_process = {"each": [[_short(time) for time in row] for row in seconds.tolist()]}
     return {
         "kind": "phases",
         "step": step,
         "time": clock.now(),
         "processes": len(seconds),
-        "mean": {PHASES[number]: means[number] for number in some},
-        "longest": {PHASES[number]: [most[number], longest[number]] for number in some},
-        **each,
+        "mean": {PHASES[phase]: means[phase] for phase in some},
+        "longest": {PHASES[phase]: [longest[phase], slowest[phase]] for phase in some},
+        **by_process,
     }

@@ -1,4 +1,4 @@
-"""Where the time of each step goes in a process, by the clock of its main thread."""
+"""Measures where the time of each step goes in a process, by the clock of its main thread."""
 
 import threading
 import time
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-DOING = {
+PHASE_ACTIVITIES = {
     "data": "waiting for input",
     "host_to_device": "copying input to the devices",
     "dispatch": "starting steps",
@@ -19,15 +19,15 @@ DOING = {
     "writing": "writing what one process writes for all",
     "other": "other work on the host",
 }
-"""What goes on in each phase."""
+"""Phases of a step, each with what the process does in it."""
 
-PHASES = tuple(DOING)
+PHASES = tuple(PHASE_ACTIVITIES)
 
 OWN_PHASES = ("data", "host_to_device", "dispatch", "save", "other")
-"""Those in which a process does its own work, and does not wait for others."""
+"""Phases in which a process does its own work, and does not wait for others."""
 
 _MOST_WAITING = 256
-"""Steps whose times have not been taken. Of more, the newest are kept."""
+"""Limit of steps whose times have not been taken; beyond it only the newest are kept."""
 
 
 class StepPhases(NamedTuple):
@@ -35,11 +35,11 @@ class StepPhases(NamedTuple):
 
     step: int
     seconds: tuple[float, ...]
-    """In the order of `PHASES`."""
+    """Seconds of each phase, in the order of `PHASES`."""
 
 
 class StepTimer:
-    """Each moment of the main thread belongs to the innermost phase that is open, or to `other`."""
+    """Assigns each moment of the main thread to the innermost open phase, or to `other`."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter):
         self._clock = clock
@@ -49,12 +49,13 @@ class StepTimer:
         self._lock = threading.Lock()
 
     def restart(self) -> None:
-        """Steps are timed from now on."""
+        """Times the next step from now on."""
         self._seconds = dict.fromkeys(PHASES, 0.0)
         self._since = self._clock()
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
+        """Opens a phase for the body of a `with`."""
         before = self._phase
         self._enter(phase)
         try:
@@ -63,13 +64,13 @@ class StepTimer:
             self._enter(before)
 
     def move(self, seconds: float, source: str, to: str) -> None:
-        """So much of the time of `source` was spent on something else."""
-        moved = min(max(seconds, 0.0), self._seconds[source])  # others' clocks may be set meanwhile
+        """Moves so many seconds from phase `source` to phase `to`, at most what `source` has."""
+        moved = min(max(seconds, 0.0), self._seconds[source])  # clocks of other hosts may have been set meanwhile
         self._seconds[source] -= moved
         self._seconds[to] += moved
 
     def end_step(self, step: int) -> None:
-        """What was done since the step before counts for this one."""
+        """Ends a step, which gets the time since the end of the previous one."""
         self._enter(self._phase)
         ended = StepPhases(step, tuple(round(self._seconds[phase], 6) for phase in PHASES))
         self._seconds = dict.fromkeys(PHASES, 0.0)
@@ -77,7 +78,7 @@ class StepTimer:
             self._ended.append(ended)
 
     def take(self) -> list[StepPhases]:
-        """The steps that have ended since this was last called. From any thread."""
+        """Returns the steps that have ended since the last call. From any thread."""
         with self._lock:
             ended = list(self._ended)
             self._ended.clear()

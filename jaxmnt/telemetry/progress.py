@@ -1,4 +1,4 @@
-"""What a person sees while a run starts and trains."""
+"""Progress on the terminal while a run starts and trains, or while a command works."""
 
 import io
 import os
@@ -16,14 +16,17 @@ from jaxmnt.units import duration
 
 
 class StartClock:
-    """Laps, one after the other, in seconds. If the process was made for the start, the first goes from then to now."""
+    """Seconds of consecutive laps of a start.
+
+    With `of_process` the first lap begins when this process was started, else at construction.
+    """
 
     def __init__(self, *, of_process: bool = False) -> None:
         self.seconds: dict[str, float] = {"process": _age()} if of_process else {}
         self.began = clock.now() - sum(self.seconds.values())
         """When the start began, in unix seconds."""
         self._last = time.perf_counter()
-        self._asked = self._found = 0
+        self._cache_requests = self._cache_hits = 0
 
     @property
     def elapsed(self) -> float:
@@ -31,29 +34,29 @@ class StartClock:
         return clock.now() - self.began
 
     def lap(self, phase: str) -> None:
-        """What was done since the last lap was this phase."""
+        """Assigns the time since the last lap to this phase."""
         now = time.perf_counter()
         self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self._last
         self._last = now
 
     def watch_compile_cache(self) -> None:
-        """Counts from now on which programs JAX finds in its compile cache, and which it has to compile."""
+        """Counts from now on how many programs JAX finds in its compile cache, and how many it compiles."""
         from jax import monitoring
 
         def count(event: str, **_: object) -> None:
-            self._asked += event == "/jax/compilation_cache/compile_requests_use_cache"
-            self._found += event == "/jax/compilation_cache/cache_hits"
+            self._cache_requests += event == "/jax/compilation_cache/compile_requests_use_cache"
+            self._cache_hits += event == "/jax/compilation_cache/cache_hits"
 
         monitoring.register_event_listener(count)
 
     @property
     def compile_cache(self) -> dict[str, int]:
-        """Programs that were found there and that were not: hits and misses."""
-        return {"hits": self._found, "misses": self._asked - self._found}
+        """Hits and misses of the compile cache."""
+        return {"hits": self._cache_hits, "misses": self._cache_requests - self._cache_hits}
 
 
 def _age() -> float:
-    """Seconds since this process was started; 0 where the kernel does not tell."""
+    """Returns the seconds since this process was started; 0 where the kernel does not report it."""
     try:
         ticks = int(Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[19])
     except OSError:
@@ -62,22 +65,26 @@ def _age() -> float:
 
 
 _LIVE_SECONDS = 0.1
+"""Shortest time between two updates on a terminal."""
 _MOMENT_SECONDS = 0.8
+"""Time for which the status of a long phase does not replace another line, beyond `_LIVE_SECONDS`."""
 _PLAIN_SECONDS = 10.0
+"""Shortest time between two updates without a terminal."""
 _SOON_SECONDS = 1.0
+"""Time that a command works before it shows what it does, and between two updates of that."""
 _LONG_SECONDS, _LONG_AGAIN_SECONDS = 2.0, 30.0
-"""Where there is no terminal: how long a phase lasts before a line of it is printed, and until the next."""
+"""Without a terminal: how long a phase lasts before a line about it is printed, and the time until the next line."""
 _WIDEST_BAR = 20
 _WARNING = "WARNING"
 RELAY_MARK = "\x1b[2K"
-"""A process that a launcher started begins with this the lines that the launcher shows in place on its terminal."""
+"""Prefix with which a child process marks lines that its launcher shows in place on its terminal."""
 
 
 class StatusLine:
-    """A line that is rewritten in place on a terminal, and printed now and then where there is none."""
+    """A status line that is rewritten in place on a terminal, and printed now and then without one."""
 
     relay_columns: ClassVar[int] = 0
-    """The width that a launcher leaves for the lines of this process on its terminal; 0 without such a terminal."""
+    """Width that a launcher leaves for the lines of this process on its terminal; 0 without such a terminal."""
 
     def __init__(self, out: TextIO, *, quiet: bool = False):
         self._out = out
@@ -85,21 +92,21 @@ class StatusLine:
         self._relayed = self.relay_columns > 0 and not out.isatty()
         self._begin, self._end = (RELAY_MARK, "\n") if self._relayed else ("\r\x1b[K", "")
         self.live = out.isatty() or self._relayed
-        """Whether there is a terminal, on which a line can be rewritten."""
-        wanted = not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-        self._colour = out.isatty() and wanted
+        """True if lines can be rewritten in place on a terminal."""
+        may_colour = not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+        self._colour = out.isatty() and may_colour
         self._next = 0.0
-        self._shown = out.isatty()  # something else may stand there
+        self._shown = out.isatty()  # the terminal's current line may hold other text
         self._phase_seconds, self._phase_due = 0.0, _LONG_SECONDS
         self._lock = threading.RLock()
 
     @property
     def due(self) -> bool:
-        """Whether an update would be shown now; lets the caller save the work of composing it."""
+        """True if an update would be shown now; lets the caller skip composing one that would not."""
         return not self._quiet and time.monotonic() >= self._next
 
     def progress(self, step: int, steps: int, parts: Sequence[str]) -> None:
-        """Shows a bar and as many of the parts, the first ones, as the terminal is wide; of others not one is cut."""
+        """Shows a bar and as many of the first parts as fit the terminal whole."""
         width = self._width
         cells = min(_WIDEST_BAR, width // 8)
         shown = f"{bar(step / max(steps, 1), cells)} {step}/{steps}"
@@ -112,7 +119,7 @@ class StatusLine:
         self._show(shown)
 
     def update(self, text: str) -> None:
-        """Shows `text` if enough time has passed since the last."""
+        """Shows `text` if enough time has passed since the last update."""
         if not self.due:
             return
         if self.live:
@@ -122,10 +129,10 @@ class StatusLine:
             self._next = time.monotonic() + _PLAIN_SECONDS
 
     def waiting(self, phase: str, seconds: float, done: str = "") -> None:
-        """Shows what has taken so many seconds, and how far it is. A thread calls this about each second.
+        """Shows a phase that has lasted so many seconds, and how far it is. A thread calls this about once a second.
 
-        A terminal shows it each time, but not over a line that was shown a moment ago. Elsewhere a line is printed when
-        the phase has lasted two seconds, and again every half minute.
+        A terminal shows it each time, unless another line was shown a moment ago. Without a terminal a line is printed
+        when the phase has lasted two seconds, and again every half minute.
         """
         if self._quiet:
             return
@@ -163,6 +170,7 @@ class StatusLine:
             print(text, file=self._out, flush=True)
 
     def clear(self) -> None:
+        """Removes the line that is shown in place."""
         with self._lock:
             if self._shown:
                 self._out.write(f"{self._begin}{self._end}")
@@ -172,8 +180,8 @@ class StatusLine:
 
 @contextmanager
 def status_line(*, quiet: bool = False) -> Iterator[StatusLine]:
-    """A status line on stdout that is gone afterwards, also after an error. A quiet one shows nothing."""
-    # Nobody sees a process that was started without a stdout.
+    """Yields a status line on stdout, which is cleared afterwards, also after an error. A quiet one shows nothing."""
+    # A process that was started without a stdout has nowhere to show one.
     status = StatusLine(sys.stdout or io.StringIO(), quiet=quiet or sys.stdout is None)
     try:
         yield status
@@ -182,7 +190,7 @@ def status_line(*, quiet: bool = False) -> Iterator[StatusLine]:
 
 
 class Work:
-    """What a command is doing, as the terminal of stderr shows it."""
+    """Shows on the terminal of stderr what a command is doing."""
 
     def __init__(self) -> None:
         self._status = StatusLine(sys.stderr or io.StringIO())
@@ -192,10 +200,11 @@ class Work:
         self.does("")
 
     def does(self, text: str) -> None:
-        """From now on this is shown, with the seconds since now; nothing for an empty text."""
+        """Sets the text that is shown from now on, with the seconds since now; an empty text shows nothing."""
         with self._lock:
             now = time.monotonic()
-            if not (text and self._text):  # several short phases together may take long
+            # Consecutive short phases count together, as their sum may be long.
+            if not (text and self._text):
                 self._silent_since = now
             self.done, self._text, self._since = "", text, now
             if not text:
@@ -206,7 +215,7 @@ class Work:
         self._status.line(text)
 
     def show(self) -> None:
-        """Shows what is done, and `done`, which says how far it is."""
+        """Shows the text, and `done`, which says how far it is."""
         with self._lock:
             text, now = self._text, time.monotonic()
             if text and self._status.live and now - self._silent_since >= _SOON_SECONDS:
@@ -215,7 +224,7 @@ class Work:
 
 @contextmanager
 def working(text: str) -> Iterator[Work]:
-    """Inside, a terminal shows what the command is doing: first `text`."""
+    """Shows on a terminal what the command does in the body of the `with`, first `text`."""
     work, end = Work(), threading.Event()
     work.does(text)
 
@@ -234,6 +243,7 @@ def working(text: str) -> Iterator[Work]:
 
 
 def bar(share: float, cells: int) -> str:
+    """Returns a progress bar of so many cells, filled to `share`."""
     full = int(share * cells)
     return "█" * full + "░" * (cells - full)
 
@@ -242,7 +252,7 @@ Rows = list[tuple[str, ...]]
 
 
 def table(rows: Rows, right: set[int]) -> list[str]:
-    """Lines with columns of equal width; those of `right` end at the right."""
+    """Returns lines with aligned columns; columns in `right` are aligned to the right."""
     columns = []
     for number, cells in enumerate(zip(*rows, strict=True)):
         width = max(map(len, cells))

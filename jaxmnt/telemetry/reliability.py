@@ -1,4 +1,4 @@
-"""How often runs fail, and how often to save for it."""
+"""Estimates how often a run fails, and from that how often it should save."""
 
 import math
 from typing import Literal
@@ -8,7 +8,7 @@ INTERRUPTIONS_A_DEVICE_HOUR = 419 / (54 * 24 * 16384)
 
 
 def best_interval(save_seconds: float, seconds_between_failures: float) -> float:
-    """Seconds of work between saves that lose the least time.
+    """Returns the seconds of work between saves that minimise lost time.
 
     Daly's higher-order estimate (J. T. Daly, Future Generation Computer Systems 22, 2006, equation 37), which is
     Young's √(2·cost·M) for a small cost: √(2·cost·M)·(1 + ⅓·√(cost/2M) + ⅑·(cost/2M)) − cost.
@@ -23,9 +23,9 @@ def best_interval(save_seconds: float, seconds_between_failures: float) -> float
 def seconds_between_failures(
     stated_hours: float | None, failures: int, seconds_running: float, devices: int
 ) -> tuple[float, Literal["stated", "measured", "assumed"]]:
-    """The mean time between failures of a run, and how it is known.
+    """Returns the mean time between failures of a run, and where the number comes from.
 
-    Measured is what this run has seen, once it has failed; before, published failures of GPUs are assumed.
+    Once this run has failed, its own failures are measured; before, the published failure rate of GPUs is assumed.
     """
     if stated_hours is not None:
         return stated_hours * 3600, "stated"

@@ -1,7 +1,8 @@
-"""What a run takes of its hosts and devices: memory, GPUs, network. Each process reads its own every now and then, in a
-thread; process 0 writes a line for all into resources.jsonl.
+"""Resource use of a run on its hosts and devices: memory, GPUs, network. Each process samples its own periodically in a
+thread; process 0 writes one line for all into resources.jsonl.
 
-A line has the mean, the least and the most of each quantity, with the process that has it, whatever their number.
+A line has the mean, minimum and maximum of each quantity, the latter two with their process. So its length does not
+depend on the number of processes.
 """
 
 import os
@@ -24,22 +25,22 @@ from jaxmnt.telemetry.slow_devices import Device, SlowDevice, SlowDeviceDetector
 from jaxmnt.telemetry.writer import LineWriter
 
 Sample = dict[str, Any]
-"""`of`: values of each quantity; `throttled`: why GPUs are, by their place; `faults`: what has gone wrong."""
+"""`of`: values of each quantity; `throttled`: reasons by index of the GPU; `faults`: descriptions of faults."""
 
 _FIRST_SECONDS = 1.0
-"""After which a process reads for the first time."""
+"""Seconds before a process takes its first sample."""
 _MOST_FAULTS = 32
-"""That wait to be told."""
+"""Limit of faults that wait to be reported."""
 _QUANTITIES_OF_GPUS = ("clock_mhz", "utilisation", "watts", "celsius")
 
 
 class ResourceSampler:
-    """Reads what this process takes of its host, every `seconds`, in a thread. `take` has what is new."""
+    """Samples this process's resource use every `seconds`, in a thread. `take` returns the newest sample."""
 
     def __init__(
         self, devices: Sequence[jax.Device], seconds: float, gpus: Callable[[], GpuReader | None] = lambda: None
     ):
-        """`gpus` opens the reader of this process's GPUs, in the thread; None if there are none."""
+        """`gpus` opens the reader of this process's GPUs; it is called in the thread. It returns None without GPUs."""
         self._devices, self._seconds, self._open_gpus = list(devices), seconds, gpus
         self._gpus: GpuReader | None = None
         self._before: tuple[float, list[Traffic]] | None = None
@@ -55,12 +56,12 @@ class ResourceSampler:
         self._end.set()
 
     def take(self) -> Sample | None:
-        """The newest reading, if nobody has had it. From any thread."""
+        """Returns the newest sample, or None if it was taken already. From any thread."""
         with self._lock:
             newest, self._newest = self._newest, None
         return newest
 
-    # In the thread.
+    # The methods below run in the thread.
 
     def _work(self) -> None:
         try:
@@ -73,18 +74,19 @@ class ResourceSampler:
             try:
                 sample = self.read()
             except Exception as error:  # telemetry ends no run
-                remark(f"note: what the run takes of its host cannot be read any more: {summary(error)}")
+                remark(f"note: resource use cannot be sampled any more: {summary(error)}")
                 return
             with self._lock:
                 missed = [] if self._newest is None else self._newest["faults"]
                 self._newest = sample | {"faults": [*missed, *sample["faults"]][-_MOST_FAULTS:]}
 
     def read(self) -> Sample:
-        """One reading."""
+        """Takes one sample."""
         of: dict[str, list[float]] = {name: [value] for name, value in kernel_counters.host_memory().items()}
-        statistics_of = [device.memory_stats() or {} for device in self._devices]
+        all_stats = [device.memory_stats() or {} for device in self._devices]
         for name, field in (("device_bytes", "bytes_in_use"), ("device_peak_bytes", "peak_bytes_in_use")):
-            of[name] = [told[field] for told in statistics_of if field in told]
+            of[name] = [stats[field] for stats in all_stats if field in stats]
+
         throttled: dict[str, list[str]] = {}
         faults: list[str] = []
         if self._gpus is not None:
@@ -92,25 +94,28 @@ class ResourceSampler:
             for name in _QUANTITIES_OF_GPUS:
                 values = [getattr(state, name) for state in states]
                 of[f"gpu_{name}"] = [] if None in values else values
-            throttled = {str(place): state.throttled for place, state in enumerate(states) if state.throttled}
-            faults = [f"GPU {place}: {what}" for place, what in self._gpus.faults()]
+            throttled = {str(index): state.throttled for index, state in enumerate(states) if state.throttled}
+            faults = [f"GPU {index}: {fault}" for index, fault in self._gpus.faults()]
+
         faults += self._network(of)
         return {"of": {name: values for name, values in of.items() if values}, "throttled": throttled, "faults": faults}
 
     def _network(self, of: dict[str, list[float]]) -> list[str]:
-        """Adds rates since the reading before; returns new errors in words."""
-        now, counted = time.monotonic(), [kernel_counters.ethernet(), kernel_counters.infiniband()]
-        before, self._before = self._before, (now, counted)
+        """Adds the network rates since the previous sample to `of`. Returns descriptions of new errors."""
+        now = time.monotonic()
+        traffic = [kernel_counters.ethernet(), kernel_counters.infiniband()]
+        before, self._before = self._before, (now, traffic)
         if before is None:
             return []
         seconds, faults = now - before[0], []
-        for kind, old, new in zip(("network", "infiniband"), before[1], counted, strict=True):
+        for kind, old, new in zip(("network", "infiniband"), before[1], traffic, strict=True):
             for which in ("sent", "received"):
                 bytes_now, bytes_then = getattr(new, which), getattr(old, which)
+                # Interfaces may come and go between samples.
                 both = [name for name in bytes_now if name in bytes_then]
                 if both:
-                    sent = sum(max(0, bytes_now[name] - bytes_then[name]) for name in both)
-                    of[f"{kind}_{which}_per_second"] = [sent / seconds]
+                    moved = sum(max(0, bytes_now[name] - bytes_then[name]) for name in both)
+                    of[f"{kind}_{which}_per_second"] = [moved / seconds]
             for name, errors in new.errors.items():
                 more = {counter: n - old.errors.get(name, {}).get(counter, n) for counter, n in errors.items()}
                 faults += [f"{name}: {n} more {counter}" for counter, n in more.items() if n > 0]
@@ -118,17 +123,17 @@ class ResourceSampler:
 
 
 def reader_of_gpus(devices: Sequence[jax.Device]) -> Callable[[], GpuReader | None]:
-    """Opens the GPUs that these devices of this process are."""
+    """Returns a function that opens the GPUs of these devices of this process."""
     if not devices or devices[0].platform != "gpu":
         return lambda: None
     visible = visible_gpus(os.environ, gpus_here())
-    places = [getattr(device, "local_hardware_id", None) for device in devices]
-    names = [visible[place] for place in places if place is not None and place < len(visible)]
+    indices = [getattr(device, "local_hardware_id", None) for device in devices]
+    names = [visible[index] for index in indices if index is not None and index < len(visible)]
     return lambda: GpuReader(names)
 
 
 class ResourceLog:
-    """Process 0's account of what all processes take. From any thread."""
+    """Process 0's record of the resource use of all processes. Methods may be called from any thread."""
 
     def __init__(self, run_dir: Path, processes: int):
         self._lines = LineWriter(run_dir / RESOURCES)
@@ -138,13 +143,13 @@ class ResourceLog:
         self._findings: list[SlowDevice] = []
         self._faults: list[tuple[int, str]] = []
         self.latest: dict[str, Any] = {}
-        """The quantities of the newest line. For other threads to read."""
+        """Quantities of the newest line. Other threads read it."""
         self._lock = threading.Lock()
 
-    def heard(self, process: int, sample: Sample, step: int) -> None:
-        """A reading of one process. The line is written when all have come, or when one comes for the second time.
+    def add(self, process: int, sample: Sample, step: int) -> None:
+        """Adds a sample of one process. The line is written when all processes have one, or when one has a second.
 
-        Raises an error if it makes no sense.
+        Raises an exception if the sample is malformed.
         """
         checked = _checked(sample)
         with self._lock:
@@ -156,56 +161,60 @@ class ResourceLog:
                 self._write(step)
 
     def take_findings(self) -> tuple[list[SlowDevice], list[tuple[int, str]]]:
-        """Devices that began to be slow or no longer are, and faults by process, since this was last called."""
+        """Returns devices that became slow or recovered, and faults with their process, since the last call."""
         with self._lock:
-            found, faults = self._findings, self._faults
+            findings, faults = self._findings, self._faults
             self._findings, self._faults = [], []
-        return found, faults
+        return findings, faults
 
     @property
     def slow(self) -> list[SlowDevice]:
+        """The devices that are slow now."""
         with self._lock:
-            return self._detector.known
+            return self._detector.current
 
     def close(self) -> None:
         self._lines.close()
 
     def _write(self, step: int) -> None:
         samples, self._samples = self._samples, {}
-        of = _summed_up({process: sample["of"] for process, sample in samples.items()})
+        of = _summary({process: sample["of"] for process, sample in samples.items()})
         self.latest = of
         self._lines.write({"kind": "resources", "step": step, "time": clock.now(), "processes": len(samples), "of": of})
         self._findings += self._detector.see_clocks(
             _by_device(samples, "gpu_clock_mhz"),
             _by_device(samples, "gpu_utilisation"),
             {
-                (process, int(place)): why
+                (process, int(index)): reasons
                 for process, sample in samples.items()
-                for place, why in sample["throttled"].items()
+                for index, reasons in sample["throttled"].items()
             },
         )
 
 
-def _summed_up(samples: dict[int, dict[str, list[float]]]) -> dict[str, Any]:
-    """Of each quantity the mean over all devices or processes, and the extremes with their process."""
-    found = {}
+def _summary(samples: dict[int, dict[str, list[float]]]) -> dict[str, Any]:
+    """Returns the mean of each quantity over all devices or processes, and the extremes with their process."""
+    summaries = {}
     for name in sorted({name for sample in samples.values() for name in sample}):
-        values = [(value, process) for process, sample in sorted(samples.items()) for value in sample.get(name, [])]
-        least, most = min(values), max(values, key=lambda one: one[0])
-        mean = statistics.fmean(value for value, _ in values)
-        found[name] = {"mean": float(f"{mean:.6g}"), "min": list(least), "max": list(most)}
-    return found
+        readings = [(value, process) for process, sample in sorted(samples.items()) for value in sample.get(name, [])]
+        least = min(readings)
+        most = max(readings, key=lambda reading: reading[0])
+        mean = statistics.fmean(value for value, _ in readings)
+        summaries[name] = {"mean": float(f"{mean:.6g}"), "min": list(least), "max": list(most)}
+    return summaries
 
 
 def _by_device(samples: dict[int, Sample], name: str) -> dict[Device, float]:
+    """Returns a quantity of each device."""
     return {
-        (process, place): value
+        (process, index): value
         for process, sample in samples.items()
-        for place, value in enumerate(sample["of"].get(name, []))
+        for index, value in enumerate(sample["of"].get(name, []))
     }
 
 
 def _checked(sample: Any) -> Sample:
+    """Returns a sample whose entries have the right types. Raises an exception if it is malformed."""
     of = {str(name): [float(value) for value in values] for name, values in sample["of"].items() if values}
-    throttled = {str(int(place)): [str(one) for one in why] for place, why in sample["throttled"].items()}
+    throttled = {str(int(index)): [str(reason) for reason in reasons] for index, reasons in sample["throttled"].items()}
     return {"of": of, "throttled": throttled, "faults": [str(fault)[:200] for fault in sample["faults"]]}

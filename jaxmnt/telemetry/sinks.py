@@ -1,8 +1,8 @@
-"""Where the numbers of a run go besides metrics.jsonl: TensorBoard, Weights & Biases, Trackio, MLflow, a class of the
-user's own. In process 0 only.
+"""Sinks that receive the numbers of a run besides metrics.jsonl: TensorBoard, Weights & Biases, Trackio, MLflow, or a
+class of the user's own. In process 0 only.
 
-Each sink has a thread and a queue of its own. The run hands over a line and goes on; a sink that fails is said once and
-left out, one that blocks loses lines when its queue is full.
+Each sink has its own thread and queue, so a run never waits for one. A sink that fails is reported once and then
+dropped; a sink that blocks loses lines when its queue is full.
 """
 
 import importlib
@@ -19,9 +19,9 @@ from jaxmnt.errors import ConfigError, how_to_install, nearest, remark, summary
 from jaxmnt.telemetry.background import BackgroundQueue
 
 _GATHER_SECONDS = 1.0
-"""For which lines are gathered before a sink gets them."""
+"""Seconds for which lines gather before a sink gets them."""
 _CLOSE_SECONDS = 15.0
-"""For all sinks together to write what they have when the run ends."""
+"""Seconds for all sinks together to write their pending lines when the run ends."""
 
 _LEFT_OUT = frozenset({"kind", "time", "attempt", "step", "batch_digest"})
 _PERFORMANCE = frozenset({
@@ -30,42 +30,42 @@ _PERFORMANCE = frozenset({
 
 
 class SinkRun(NamedTuple):
-    """What a sink is told of the run when it is made."""
+    """Properties of the run that a sink is constructed with."""
 
     id: str
-    """The same after a restart."""
+    """Identifier of the run, which stays the same after a restart."""
     directory: Path
     config: dict[str, Any]
     project: str
-    """`telemetry.project`"""
+    """Project name, from `telemetry.project`."""
     step: int
-    """After which the run goes on."""
+    """Step after which the run starts or resumes."""
     attempt: int
 
 
 class Sink(Protocol):
-    """What a class that is named by its dotted path has to have. All is called from one thread, which is not the
-    run's."""
+    """Interface of a sink class that the config names by its dotted path. All methods are called from one thread, which
+    is not the run's."""
 
     def __init__(self, run: SinkRun): ...
 
     def write(self, step: int, time: float, values: dict[str, float]) -> None:
-        """Numbers of a step by name, such as train/loss; `time` in unix seconds."""
+        """Writes the numbers of a step, by names such as train/loss; `time` is in Unix seconds."""
 
     def close(self) -> None:
-        """The run ends."""
+        """Called once, when the run ends."""
 
 
 _OURS = "jaxmnt.telemetry.sink_adapters"
 _CLASSES = {"tensorboard": "TensorBoard", "wandb": "WeightsAndBiases", "trackio": "Trackio", "mlflow": "MLflow"}
-"""Sinks by name, which is also that of the package that each needs."""
+"""Built-in sinks by name, which is also the name of the package that each needs."""
 _WITH_THREADS = frozenset({*_CLASSES, "tensorboardX", "torch", "gradio_client"})
 
 
-def wanted_sinks(names: Sequence[str] | None) -> list[str]:
-    """The sinks of a config: None is TensorBoard where it is installed.
+def resolve_sinks(names: Sequence[str] | None) -> list[str]:
+    """Returns the sinks of a config; None stands for TensorBoard if it is installed.
 
-    Raises `ConfigError` for one that there is not.
+    Raises `ConfigError` for a sink that does not exist or is not installed.
     """
     if names is None:
         return ["tensorboard"] if _is_installed("tensorboard") else []
@@ -77,43 +77,46 @@ def wanted_sinks(names: Sequence[str] | None) -> list[str]:
             _import(name)
         else:
             raise ConfigError(
-                f"telemetry.sinks: there is no sink {name!r}; {nearest(name, sorted(_CLASSES))}, or give the dotted "
-                "path of a class of your own"
+                f"telemetry.sinks: unknown sink {name!r}; {nearest(name, sorted(_CLASSES))}, or give the dotted path "
+                "of a class of your own"
             )
     return list(names)
 
 
 def packages_of(names: Sequence[str]) -> frozenset[str]:
-    """Packages in whose threads an exception is a matter of sinks."""
+    """Returns the packages whose threads belong to sinks, so that an exception in one does not end the run."""
     return _WITH_THREADS | {name.partition(".")[0] for name in names} if names else frozenset()
 
 
 def _is_installed(package: str) -> bool:
-    """Returns whether a package can be imported. A folder of its name that holds no package, such as the runs that
-    wandb keeps in the working directory, has no file that would be run."""
+    """Returns True if a package can be imported.
+
+    A plain folder of that name, such as the one where wandb keeps runs in the working directory, is a namespace package
+    without an origin and does not count.
+    """
     spec = importlib.util.find_spec(package)
     return spec is not None and spec.origin is not None
 
 
 def _import(path: str) -> Callable[[SinkRun], Sink]:
-    """The class that a dotted path names. Raises `ConfigError` if there is none."""
+    """Returns the class at a dotted path. Raises `ConfigError` if there is none."""
     module, _, name = path.rpartition(".")
     try:
-        found: Callable[[SinkRun], Sink] = getattr(importlib.import_module(module), name)
+        sink_class: Callable[[SinkRun], Sink] = getattr(importlib.import_module(module), name)
     except ImportError as error:
         raise ConfigError(f"telemetry.sinks: {path} cannot be imported: {error}; correct the path") from error
     except AttributeError:
         raise ConfigError(f"telemetry.sinks: {module} has no {name}; correct the path") from None
     except Exception as error:  # of the user's module
         raise ConfigError(f"telemetry.sinks: {path} cannot be imported: {summary(error)}; correct it") from error
-    missing = [method for method in ("write", "close") if not callable(getattr(found, method, None))]
+    missing = [method for method in ("write", "close") if not callable(getattr(sink_class, method, None))]
     if missing:
         raise ConfigError(f"telemetry.sinks: {path} must be a class with the methods write and close")
-    return found
+    return sink_class
 
 
 class Sinks:
-    """Hands lines over to all sinks of a run. From any thread."""
+    """Passes lines on to all sinks of a run. Methods may be called from any thread."""
 
     def __init__(self, names: Sequence[str], run: SinkRun):
         self._queues = {
@@ -124,29 +127,30 @@ class Sinks:
             queue.start()
 
     def put(self, record: dict[str, Any]) -> None:
-        """A line of metrics.jsonl. Returns at once."""
+        """Queues a record of metrics.jsonl for all sinks. Never blocks."""
         for queue in self._queues.values():
             queue.put(record)
 
     def close(self, *, patient: bool = True) -> bool:
-        """Returns when all sinks have written what they have, or after some seconds; if it is not `patient`, one.
+        """Waits until all sinks have written their pending lines, for some seconds at most; for one if not `patient`.
 
-        Whether all have ended.
+        Returns True if all sinks have ended.
         """
-        deadline, all_ended = time.monotonic() + (_CLOSE_SECONDS if patient else 1.0), True
+        deadline = time.monotonic() + (_CLOSE_SECONDS if patient else 1.0)
+        all_ended = True
         for queue in self._queues.values():
             queue.end()
         for name, queue in self._queues.items():
             ended = queue.join(max(0.0, deadline - time.monotonic()))
             waiting, dropped = queue.missing()
             if not ended or dropped:
-                remark(f"note: {name} lacks up to {waiting + dropped} lines: it took too long to write them")
+                remark(f"note: {name} lacks up to {waiting + dropped} lines: it was too slow to write them")
             all_ended &= ended
         return all_ended
 
 
 def _feed(name: str, run: SinkRun, records: Iterator[dict[str, Any]]) -> None:
-    """Makes a sink, and hands it the lines as they come. In the sink's thread."""
+    """Constructs a sink, and passes it the records as they arrive. Runs in the sink's thread."""
     sink: Sink | None = None
     try:
         sink = _import(f"{_OURS}.{_CLASSES[name]}" if name in _CLASSES else name)(run)
@@ -158,20 +162,20 @@ def _feed(name: str, run: SinkRun, records: Iterator[dict[str, Any]]) -> None:
         with suppress(Exception):  # it has failed already
             if sink is not None:
                 sink.close()
-        for _ in records:  # nobody wants the others
+        for _ in records:  # discards the rest
             pass
 
 
 def scalars(record: dict[str, Any]) -> dict[str, float]:
-    """The numbers of a line of metrics.jsonl, by names such as train/loss, performance/mfu, eval/SOURCE/loss."""
-    found: dict[str, float] = {}
+    """Returns the numbers of a metrics.jsonl record, by names such as train/loss, performance/mfu, eval/SOURCE/loss."""
+    numbers: dict[str, float] = {}
 
     def add(name: str, value: Any) -> None:
         if isinstance(value, dict):
-            for key, item in value.items():
-                add(f"{name}/{key}", item)
+            for key, nested in value.items():
+                add(f"{name}/{key}", nested)
         elif isinstance(value, int | float) and not isinstance(value, bool):
-            found[re.sub(r"[^\w./ -]", "_", name)] = float(value)
+            numbers[re.sub(r"[^\w./ -]", "_", name)] = float(value)
 
     kind = record["kind"]
     for field, value in record.items():
@@ -183,4 +187,4 @@ def scalars(record: dict[str, Any]) -> dict[str, float]:
             add(field, value)
         else:
             add(f"performance/{field}" if kind == "train" and field in _PERFORMANCE else f"{kind}/{field}", value)
-    return found
+    return numbers

@@ -1,4 +1,4 @@
-"""The stacks of all threads, the main thread's first."""
+"""Writes the stacks of all threads, the main thread's first."""
 
 import faulthandler
 import sys
@@ -8,10 +8,10 @@ from typing import BinaryIO
 
 
 def write_stacks(file: BinaryIO | BufferedIOBase) -> None:
-    """Writes where each thread is, the innermost call first, to a file with a descriptor.
+    """Writes the stack of each thread, innermost call first, to a file with a descriptor.
 
-    Without the lines of the source: reading these could hang where the run does. The main thread is written by itself,
-    since Python's own list ends after 100 threads and has it last.
+    Source lines are left out, because reading them could hang where the run does. The main thread is written
+    separately, since `faulthandler` lists it last and stops after 100 threads.
     """
     main = threading.main_thread().ident
     frame = sys._current_frames().get(main or 0)

@@ -1,6 +1,6 @@
-"""What a run does at this moment, over HTTP: for Prometheus, for probes, and for whoever looks after it.
+"""Serves the current status of a run over HTTP: for Prometheus, for probes, and for its operators.
 
-Bound to this host unless told otherwise. It reads what the run has noted, and changes nothing.
+Binds to this host by default. The server is read-only.
 """
 
 import math
@@ -15,13 +15,13 @@ from typing import Any
 
 from jaxmnt.errors import remark
 from jaxmnt.strict_json import json_text
-from jaxmnt.telemetry.local_http import HERE, LocalHandler, LocalServer, LocalServer6
+from jaxmnt.telemetry.local_http import LOOPBACK_NAMES, LocalHandler, LocalServer, LocalServer6
 from jaxmnt.telemetry.stacks import write_stacks
 
 Status = dict[str, Any]
 
 _LOOK_SECONDS = 0.05
-"""Between two looks whether it is to end."""
+"""Seconds between two checks for shutdown."""
 
 _GAUGES = {
     "step": "The last step whose metrics are known.",
@@ -35,7 +35,7 @@ _GAUGES = {
     "data_wait_seconds": "Seconds for which process 0 waited for the input of the last step.",
     "mfu": "Model FLOPs utilisation.",
     "hfu": "Hardware FLOPs utilisation.",
-    "stragglers": "Processes that hold the others up, once for each phase in which they do.",
+    "stragglers": "Processes that delay the others, counted once for each phase in which they do.",
     "spent": "What the run has cost over all its starts.",
 }
 _COUNTERS = {"tokens": "Targets trained on.", "bad_steps": "Steps without a finite loss or gradient."}
@@ -43,21 +43,21 @@ _COUNTERS = {"tokens": "Targets trained on.", "bad_steps": "Steps without a fini
 
 @contextmanager
 def serving(host: str, port: int, status: Callable[[], Status]) -> Iterator[str | None]:
-    """Inside, threads of its own answer: /metrics for Prometheus, /status as JSON, /healthz, /stacks.
+    """Serves /metrics for Prometheus, /status as JSON, /healthz and /stacks in threads of its own.
 
-    Port 0 is any that is free. `status` is called from other threads. Yields the URL without a path; None if the
-    address cannot be had, which is said, and the run goes on without.
+    Port 0 picks a free port. `status` is called from other threads. Yields the URL without a path, or None if the
+    address is not available; then a note is shown and the run continues without the server.
     """
-    handler = type("Handler", (_Handler,), {"status": staticmethod(status), "only_here": host in HERE})
+    handler = type("Handler", (_Handler,), {"status": staticmethod(status), "only_here": host in LOOPBACK_NAMES})
     try:
         server = (LocalServer6 if ":" in host else LocalServer)((host, port), handler)
-    except (OSError, OverflowError, TypeError, ValueError) as error:  # also names that are none
-        remark(f"note: telemetry.port: {host}:{port} cannot be had: {error}; the run goes on without it")
+    except (OSError, OverflowError, TypeError, ValueError) as error:  # the latter for malformed host names
+        remark(f"note: telemetry.port: {host}:{port} is not available: {error}; the run goes on without it")
         yield None
         return
     with server:
-        answering = lambda: server.serve_forever(_LOOK_SECONDS)
-        threading.Thread(target=answering, name="status server", daemon=True).start()
+        serve = lambda: server.serve_forever(_LOOK_SECONDS)
+        threading.Thread(target=serve, name="status server", daemon=True).start()
         name = f"[{server.server_name}]" if ":" in server.server_name else server.server_name
         try:
             yield f"http://{name}:{server.server_port}"
@@ -66,6 +66,8 @@ def serving(host: str, port: int, status: Callable[[], Status]) -> Iterator[str 
 
 
 class _Handler(LocalHandler):
+    """Answers the pages of the status server. A server bound to this host answers only requests that name this host."""
+
     status: Callable[[], Status]
     only_here: bool
 
@@ -87,48 +89,48 @@ class _Handler(LocalHandler):
 
 
 def prometheus_text(status: Status) -> str:
-    """The numbers of a status in Prometheus' text format 0.0.4. What is not known is left out."""
+    """Returns the numbers of a status in Prometheus' text format 0.0.4. Unknown numbers are left out."""
     families: list[tuple[str, str, str, Mapping[str, Any]]] = [
-        *((name, "gauge", what, {"": status.get(name)}) for name, what in _GAUGES.items()),
-        *((f"{name}_total", "counter", what, {"": status.get(name)}) for name, what in _COUNTERS.items()),
+        *((name, "gauge", help_text, {"": status.get(name)}) for name, help_text in _GAUGES.items()),
+        *((f"{name}_total", "counter", help_text, {"": status.get(name)}) for name, help_text in _COUNTERS.items()),
     ]
     phases = {f'{{phase="{phase}"}}': seconds for phase, seconds in sorted((status.get("phases") or {}).items())}
     resources = _labelled(_resources(status.get("resources")))
     families += [
-        ("phase_seconds", "gauge", "Mean over processes, of the last step.", phases),
-        ("model_metric", "gauge", "A metric of the model's layers, of the last step.", _labelled(status.get("model"))),
-        ("resource", "gauge", "What hosts and devices use; the statistic is over all.", resources),
+        ("phase_seconds", "gauge", "Mean over processes, in the last step.", phases),
+        ("model_metric", "gauge", "A metric of the model's layers in the last step.", _labelled(status.get("model"))),
+        ("resource", "gauge", "Resource use of hosts and devices, as a statistic over all of them.", resources),
     ]
     lines = []
-    for name, kind, what, of_labels in families:
-        values = {labels: value for labels, value in of_labels.items() if isinstance(value, int | float)}
-        lines += [f"# HELP jaxmnt_{name} {what}", f"# TYPE jaxmnt_{name} {kind}"] if values else []
+    for name, kind, help_text, samples in families:
+        values = {labels: value for labels, value in samples.items() if isinstance(value, int | float)}
+        lines += [f"# HELP jaxmnt_{name} {help_text}", f"# TYPE jaxmnt_{name} {kind}"] if values else []
         lines += [f"jaxmnt_{name}{labels} {_number(value)}" for labels, value in values.items()]
     return "\n".join(lines) + "\n"
 
 
-def _resources(told: Any) -> dict[str, Any]:
-    """By quantity and statistic, without the process that has an extreme."""
+def _resources(resources: Any) -> dict[str, Any]:
+    """Returns resource use by QUANTITY/STATISTIC, without the processes of the extremes."""
     plain = lambda value: value[0] if isinstance(value, list) else value
     return {
         f"{quantity}/{statistic}": plain(value)
-        for quantity, of in (told or {}).items()
-        for statistic, value in of.items()
+        for quantity, statistics in (resources or {}).items()
+        for statistic, value in statistics.items()
     }
 
 
 def _labelled(values: dict[str, Any] | None) -> dict[str, Any]:
-    """Each value by its labels: its name, and behind / a statistic."""
-    found = {}
+    """Returns each value by its Prometheus labels: the name, and the statistic that follows a / in it."""
+    labelled = {}
     for name, value in sorted((values or {}).items()):
         first, _, second = re.sub(r'[\\"\n]', "", name).partition("/")
-        found[f'{{name="{first}",statistic="{second}"}}' if second else f'{{name="{first}"}}'] = value
-    return found
+        labelled[f'{{name="{first}",statistic="{second}"}}' if second else f'{{name="{first}"}}'] = value
+    return labelled
 
 
 def stacks() -> str:
-    """Where each thread of this process is."""
-    # Stacks need a file with a descriptor. On Linux it is in memory: a container may have no temporary folder.
+    """Returns the stacks of all threads of this process."""
+    # `write_stacks` needs a file with a descriptor. On Linux it is in memory: a container may have no temporary folder.
     in_memory = hasattr(os, "memfd_create")
     with os.fdopen(os.memfd_create("stacks"), "w+b") if in_memory else tempfile.TemporaryFile("w+b") as file:
         write_stacks(file)
@@ -137,6 +139,7 @@ def stacks() -> str:
 
 
 def _number(value: float) -> str:
+    """Formats a number as Prometheus does."""
     if math.isfinite(value):
         return repr(value)
     return "NaN" if math.isnan(value) else "+Inf" if value > 0 else "-Inf"

@@ -1,4 +1,4 @@
-"""Appends records to a file from a thread of its own, so that no run waits for, or ends over, what it only tells."""
+"""Appends records to a file from a thread of its own, so that logging can neither block nor fail a run."""
 
 import contextlib
 import os
@@ -14,31 +14,34 @@ from jaxmnt.telemetry import clock
 from jaxmnt.telemetry.background import BackgroundQueue
 
 AWAITED_SECONDS = 5.0
-"""How long a line that is given may take before somebody leaves without it, or is told that the file system is slow."""
+"""Seconds that a line may take before `settle` gives up on it, or a warning says that the file system is slow."""
 _RETRY_SECONDS = 1.0
+"""Seconds between two attempts to write a line."""
 _IDLE_SECONDS = 10.0
+"""Seconds without a line after which the thread ends."""
 
 
 class LineWriter:
-    """Writes JSON lines to one file, in order; each is whole, and with the system as soon as it is written.
+    """Writes JSON lines to one file, in order; each is written whole and without buffering in this process.
 
-    When that takes long, decisive lines go first. What cannot be written is tried again every second, and said once;
-    afterwards a record of kind lines_missing says how many are not there. Its thread ends when there is nothing to do.
+    When writing is slow, decisive lines go first. A line that cannot be written is retried every second, and a warning
+    is shown once; afterwards a record of kind lines_missing says how many lines were lost. The thread ends when it is
+    idle.
     """
 
     def __init__(self, path: Path, **common: Any):
-        """`common` is what a record of missing lines has like all others of this file."""
+        """`common` has the fields that a record of missing lines shares with all others of this file."""
         self._path = path
         self._common = common
         self._begun: float | None = None
-        """When the thread began with the line that it is at."""
+        """When the thread began with its current line; None if it has none."""
         self._warned = False
         self._lines = BackgroundQueue(
             f"writing {path.name}", self._work, idle_seconds=_IDLE_SECONDS, gap=self._lines_missing
         )
 
     def write(self, record: dict[str, Any], *, decisive: bool = False) -> None:
-        """Floats keep all their digits; NaN and infinity are written as null, which JSON can hold."""
+        """Queues a record. Floats keep all their digits; NaN and infinity are written as null, as JSON requires."""
         self._lines.put(_encoded(record), urgent=decisive)
         self._lines.start()
         begun = self._begun
@@ -46,18 +49,19 @@ class LineWriter:
             self._warn(f"has taken no line for {AWAITED_SECONDS:g} s")
 
     def settle(self) -> None:
-        """Returns when all is written, or 5 seconds after the last line was given; while the file system is known to be
-        away only decisive lines are waited for."""
+        """Waits until all lines are written, or until 5 seconds after the newest was queued. While the file system is
+        known to be unavailable, only decisive lines are waited for."""
         self._lines.settle(AWAITED_SECONDS, lambda: self._warned)
 
     def close(self) -> None:
-        """Settles, says what could not be written, and lets the thread end. More may be written afterwards."""
+        """Settles, reports lines that could not be written, and lets the thread end. Lines may be written afterwards,
+        too."""
         self.settle()
         self._lines.end()
         if lines := sum(self._lines.missing()):
             remark(f"note: {self._path} lacks {counted(lines, 'line', 'lines')} that could not be written")
 
-    # In the thread.
+    # The methods below run in the thread.
 
     def _work(self, lines: Iterator[bytes]) -> None:
         file: int | None = None
@@ -90,7 +94,7 @@ class LineWriter:
         file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
         try:
             if stat.S_ISREG(os.fstat(file).st_mode) and not _ends_whole(self._path):
-                os.write(file, b"\n")  # what a killed writer left is a line of its own
+                os.write(file, b"\n")  # ends the partial line that a killed writer has left
         except BaseException:
             os.close(file)
             raise
@@ -100,13 +104,13 @@ class LineWriter:
         try:
             if file is not None:
                 os.close(file)
-        except OSError as error:  # a network file system may say it only now
+        except OSError as error:  # a network file system may report a failed write only now
             self._warn(f"cannot be written: {error.strerror}")
 
-    def _warn(self, what: str) -> None:
+    def _warn(self, problem: str) -> None:
         if not self._warned:
             self._warned = True
-            remark(f"WARNING {self._path} {what}; the run does not wait for it")
+            remark(f"WARNING {self._path} {problem}; the run does not wait for it")
 
 
 def _encoded(record: dict[str, Any]) -> bytes:
@@ -114,7 +118,7 @@ def _encoded(record: dict[str, Any]) -> bytes:
 
 
 def _append(file: int, line: bytes) -> None:
-    """All of a line or nothing of it, as far as the file system lets it be taken back."""
+    """Writes a whole line or nothing: a partial write is truncated away, if the file system permits it."""
     done = 0
     try:
         while done < len(line):
@@ -123,12 +127,13 @@ def _append(file: int, line: bytes) -> None:
         if done:
             with contextlib.suppress(OSError):
                 end = os.lseek(file, 0, os.SEEK_CUR)
-                if os.fstat(file).st_size == end:  # nobody else has written behind it
+                if os.fstat(file).st_size == end:  # no other writer has appended behind it
                     os.ftruncate(file, end - done)
         raise
 
 
 def _ends_whole(path: Path) -> bool:
+    """Returns True if a file is empty or its last line has a line end."""
     with path.open("rb") as file:
         if file.seek(0, os.SEEK_END) == 0:
             return True
