@@ -17,7 +17,7 @@ __version__ = "0.2.0"
 
 __all__ = ["Run", "load_config", "load_rows", "load_run", "train"]
 
-_WHERE = {
+_PUBLIC_MODULES = {
     "Run": "jaxmnt.api",
     "load_config": "jaxmnt.config",
     "load_rows": "jaxmnt.api",
@@ -26,7 +26,7 @@ _WHERE = {
 
 
 def _before_jax() -> None:
-    """Does what commands do before they import JAX: where nothing of a GPU is here, the CPU is used without a word."""
+    """Prepares the import of JAX as commands do: without a GPU the CPU is used, and the CUDA plugin does not warn."""
     if "jax" not in sys.modules:
         from jaxmnt.distributed import local_gpus, quiet_plugin
 
@@ -40,10 +40,10 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    if name == "train" or name in _WHERE:
+    if name == "train" or name in _PUBLIC_MODULES:
         _before_jax()
     if name == "train":
-        return import_module("jaxmnt.train")  # which can be called
-    if name in _WHERE:
-        return getattr(import_module(_WHERE[name]), name)
+        return import_module("jaxmnt.train")  # a callable module
+    if name in _PUBLIC_MODULES:
+        return getattr(import_module(_PUBLIC_MODULES[name]), name)
     raise AttributeError(f"module 'jaxmnt' has no attribute {name!r}")

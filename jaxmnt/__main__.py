@@ -1,10 +1,10 @@
-"""jaxmnt COMMAND …: the same commands as python -m jaxmnt.COMMAND."""
+"""jaxmnt COMMAND …: runs the same commands as python -m jaxmnt.COMMAND."""
 
 import sys
 from importlib import import_module
 
 from jaxmnt import __version__, early_signals
-from jaxmnt.commands import RUN, exit_codes, run_command, wrapped
+from jaxmnt.commands import RUN_EXIT_CODES, exit_codes, run_command, wrapped
 from jaxmnt.errors import ConfigError, ExitCode, nearest
 
 COMMANDS = {
@@ -16,12 +16,12 @@ COMMANDS = {
     "plan": ("jaxmnt.plan.__main__", "find the best mesh for a run, what it takes and what it costs"),
     "launch": ("jaxmnt.launch.__main__", "start the processes of a run"),
     "bench": ("jaxmnt.bench.__main__", "measure how a run scales over processes"),
-    "drill": ("jaxmnt.drill.__main__", "force the failures of a long run on the same config made small"),
-    "report": ("jaxmnt.report.__main__", "show what the time of a run went into, and what it cost"),
+    "drill": ("jaxmnt.drill.__main__", "inject the failures of a long run into a small version of its config"),
+    "report": ("jaxmnt.report.__main__", "show where the time of a run went, and what it cost"),
     "generate": ("jaxmnt.generate", "continue a prompt with a trained model"),
-    "score": ("jaxmnt.score", "log-likelihoods of texts by a trained model"),
-    "lm_eval": ("jaxmnt.lm_eval", "tasks of the lm-evaluation-harness on a trained model"),
-    "convert": ("jaxmnt.convert", "models from and to the files of Hugging Face"),
+    "score": ("jaxmnt.score", "compute log-likelihoods of texts with a trained model"),
+    "lm_eval": ("jaxmnt.lm_eval", "run tasks of the lm-evaluation-harness on a trained model"),
+    "convert": ("jaxmnt.convert", "convert models from and to the files of Hugging Face"),
     "schema": ("jaxmnt.schema", "print the JSON schema of a config, for editors"),
 }
 
@@ -43,7 +43,7 @@ def _dispatch(arguments: list[str]) -> int:
     if command == "train":
         early_signals.remember()
     if not sys.flags.safe_path:
-        sys.path.insert(0, "")  # as with python -m: dotted paths of a config may lead to the current folder
+        sys.path.insert(0, "")  # as with python -m: dotted paths in a config may name modules in the current folder
     return int(import_module(COMMANDS[command][0]).main(rest))
 
 
@@ -51,7 +51,7 @@ def _help() -> str:
     parts = [
         "usage: jaxmnt COMMAND …  (each also runs as python -m jaxmnt.COMMAND)\n       jaxmnt --version\n",
         *(f"  {name:<10}  {text}" for name, (_, text) in COMMANDS.items()),
-        f"\njaxmnt COMMAND --help shows what a command takes, and the exit codes of its own.\n\n{exit_codes(RUN)}",
+        "\njaxmnt COMMAND --help shows what a command takes, and its own exit codes.\n\n" + exit_codes(RUN_EXIT_CODES),
     ]
     return wrapped("\n".join(parts))
 

@@ -1,6 +1,6 @@
-"""What scripts and notebooks can rely on: `jaxmnt.load_config`, `jaxmnt.train`, `jaxmnt.load_run`, `jaxmnt.load_rows`.
+"""The stable Python API: `jaxmnt.load_config`, `jaxmnt.train`, `jaxmnt.load_run`, `jaxmnt.load_rows`.
 
-Everything else may change from one version to the next. docs/api.ipynb shows all of it at work.
+Everything else may change from one version to the next. docs/api.ipynb demonstrates all four.
 """
 
 import functools
@@ -24,7 +24,7 @@ from jaxmnt.data.text_pieces import decode_after
 from jaxmnt.errors import ConfigError
 from jaxmnt.run.branch import branch_points
 from jaxmnt.run.rundir import branches_of, read_config
-from jaxmnt.trained_model import restored
+from jaxmnt.trained_model import restore_model
 from jaxmnt.training.inference import row_logits
 from jaxmnt.training.spec import StepSpec
 
@@ -33,11 +33,11 @@ class Run:
     """A checkpoint of a run, with its parameters on this process's devices. Made by `load_run`."""
 
     config: Config
-    """Of the run, when the checkpoint was written."""
+    """Config of the run when the checkpoint was written."""
     step: int
-    """Updates before the checkpoint."""
+    """Number of updates before the checkpoint."""
     params: dict[str, Any]
-    """Nested dicts of JAX arrays, layers stacked in order, nothing padded."""
+    """Parameters as nested dicts of JAX arrays, with stacked layers in order, and without padding."""
 
     def __init__(
         self,
@@ -59,12 +59,13 @@ class Run:
         return f"<jaxmnt.Run {self.config.run.dir} at step {self.step}>"
 
     def __call__(self, tokens: Any) -> Array:
-        """The logits of the token after each: float32 [B, L, ids] for int [B, L].
+        """Returns the logits of the token after each one: float32 [B, L, ids] for int [B, L].
 
-        Each row is a document of its own. Raises `ValueError` for tokens of another shape, for ids that the model does
-        not have, and for rows that do not divide among the devices of the mesh.
+        Each row is a separate document. Raises `ValueError` for tokens of another shape, for ids that the model does
+        not have, and for a number of rows that the devices of the mesh do not divide.
         """
-        tokens_BL, shards = np.asarray(tokens), self._spec.placement.batch_shards
+        tokens_BL = np.asarray(tokens)
+        shards = self._spec.placement.batch_shards
         if tokens_BL.ndim != 2 or tokens_BL.dtype.kind not in "iu":
             raise ValueError(f"tokens must be integers [rows, length], not {tokens_BL.dtype} {list(tokens_BL.shape)}")
         if tokens_BL.size and not 0 <= tokens_BL.min() <= tokens_BL.max() < self._spec.data_vocab_size:
@@ -78,10 +79,11 @@ class Run:
         return self._logits(self.params, self._buffers, jax.device_put(tokens_BL.astype(np.int32), sharding))
 
     def batch(self, step: int) -> dict[str, np.ndarray]:
-        """The global batch of update `step` (from 1): tokens, targets, weights, segments, positions, each [G, L].
+        """Returns the global batch of update `step` (from 1): tokens, targets, weights, segments, positions, each
+        [G, L].
 
-        It is read from the run's data, so that has to be where the config says. Raises `ConfigError` if it is not, and
-        for steps that the run has not taken itself: those before a branch are of the run that it branched off.
+        The batch is read from the run's data, which must be where the config says. Raises `ConfigError` if it is not,
+        and for steps that the run does not take itself: those before a branch belong to the run that it branched off.
         """
         first = self._branches[0].step + 1 if self._branches else 1
         if not first <= step <= self.config.train.steps:
@@ -92,31 +94,32 @@ class Run:
 
     @functools.cached_property
     def _data(self) -> TrainingData:
-        """Its paths count from the folder that the run was started in."""
+        """The run's training data. Relative paths start at the folder in which the run was started."""
         data = self.config.data
-        there = lambda path: None if path is None else str(self._folder / path)
-        sources = {name: one.model_copy(update={"path": there(one.path)}) for name, one in data.sources.items()}
-        found = data.model_copy(update={"path": there(data.path), "sources": sources})
-        return TrainingData(self.config, open_sources(found, there(self.config.run.dir)), self._branches)
+        resolve = lambda path: None if path is None else str(self._folder / path)
+        sources = {
+            name: source.model_copy(update={"path": resolve(source.path)}) for name, source in data.sources.items()
+        }
+        resolved = data.model_copy(update={"path": resolve(data.path), "sources": sources})
+        return TrainingData(self.config, open_sources(resolved, resolve(self.config.run.dir)), self._branches)
 
     def encode(self, text: str) -> np.ndarray:
-        """The ids of a text, int32 [L]. Raises `ConfigError` for a run that has no tokenizer."""
+        """Returns the ids of a text, int32 [L]. Raises `ConfigError` if the run has no tokenizer."""
         return np.asarray(self._tokenizer.open().encode_batch([text])[0], np.int32)
 
     def decode(self, ids: Any, context: Any = ()) -> str:
-        """The text of ids; with the ids of a `context`, what they add to its text, such as a blank between the two."""
+        """Returns the text of ids. With the ids of a `context`, returns the text that they add to it, which may begin
+        with a blank."""
         return decode_after(self._tokenizer.open(), np.asarray(context), np.asarray(ids))
 
 
 def load_rows(config: Config | str | Path, *, process: int = 0, processes: int = 1) -> grain.MapDataset:
-    """The rows that a run of this config trains on, in its order, for a Grain pipeline of your own.
+    """Returns the rows that a run of this config trains on, in its order, for a Grain pipeline of your own.
 
-    Instead of a config it takes a run directory, whose `config.yaml` it reads.
-
-    Shuffled, packed and mixed as the run reads them: item *i* of `process` is a dict of arrays [L], and the processes
-    take equal shares of each global batch, in order. The length is that of the whole run, and of a branch from its own
-    first step on. Raises `ConfigError` for data
-    that cannot be read, and for processes that do not divide the batch.
+    `config` may also be a run directory, whose `config.yaml` is read. The rows are shuffled, packed and mixed as in the
+    run. Element *i* of `process` is a dict of arrays [L], and the processes take equal, consecutive shares of each
+    global batch. The dataset covers the whole run; for a branch, the steps from its own first one on. Raises
+    `ConfigError` for data that cannot be read, and for a number of processes that does not divide the batch.
     """
     if not isinstance(config, Config):
         config = read_config(Path(config))
@@ -126,7 +129,8 @@ def load_rows(config: Config | str | Path, *, process: int = 0, processes: int =
             f"load_rows: process {process} of {processes} cannot take an equal share of {batch} rows; give a number of "
             "processes that divides data.global_batch_size, and a process below it"
         )
-    data, share = open_sources(config.data, config.run.dir), batch // processes
+    data = open_sources(config.data, config.run.dir)
+    share = batch // processes
     rows = range(process * share, (process + 1) * share)
     training = TrainingData(fit_to_data(config, data), data, branches_of(config))
     return grain.MapDataset.source(RowSource(training, rows, config.train.steps))
@@ -139,12 +143,12 @@ def load_run(
     mesh: Mapping[str, int] | None = None,
     devices: Sequence[jax.Device] | None = None,
 ) -> Run:
-    """The newest valid checkpoint of a run, or the one of `step`, from a run directory or a gs:// address.
+    """Loads the newest valid checkpoint of a run, or that of `step`, from a run directory or a gs:// address.
 
-    `mesh` names axes and their sizes, such as {"fsdp": 4, "model": 2}, on as many of `devices` (default: this
-    process's) as it needs; without it the run is on one device. It has no pipeline, whatever mesh has trained the run.
-    The arrays are compared with their digests. Raises `ConfigError` for a run, step or mesh that cannot be, and
-    `DamagedError` for a checkpoint that is not what was saved.
+    `mesh` maps axes to their sizes, such as {"fsdp": 4, "model": 2}, and uses as many of `devices` (default: this
+    process's) as it needs; without it the model is on one device. There is no pipeline, even if the run was trained
+    with one. The arrays are checked against their digests. Raises `ConfigError` for a run or step that does not exist
+    or a mesh that is not possible, and `DamagedError` for a checkpoint that differs from what was saved.
     """
     text = str(directory) if step is None else f"{directory}@{step}"
     checkpoint = find(text, "load_run")
@@ -155,8 +159,8 @@ def load_run(
     needed = int(np.prod([size for size in sizes.sizes().values() if size > 0]))
     if needed > len(available):
         raise ConfigError(f"mesh: it needs {needed} devices, and there are {len(available)}; make it smaller")
-    chosen = available if -1 in sizes.sizes().values() else available[:needed]
-    spec, state = restored(checkpoint, config, tokenizer.vocab_size, sizes, chosen)
+    used = available if -1 in sizes.sizes().values() else available[:needed]
+    spec, state = restore_model(checkpoint, config, tokenizer.vocab_size, sizes, used)
     folder = next(iter(start_folders(text, checkpoint, config)), Path.cwd())
     branches = branch_points(checkpoint.manifest.lineage)
     return Run(config, checkpoint.step, state, spec, tokenizer, folder, branches)

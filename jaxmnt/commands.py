@@ -1,4 +1,4 @@
-"""What the parsers of all commands have in common: help that fits the terminal, exit codes, mistakes in words."""
+"""Common parts of all commands: a parser with help that fits the terminal, exit codes, and error messages."""
 
 import argparse
 import re
@@ -13,37 +13,41 @@ from jaxmnt.distributed import quiet_plugin
 from jaxmnt.errors import ConfigError, ExitCode, printable, remark, report, shortened
 from jaxmnt.output import checked, guard
 
-HERE: dict[ExitCode, str] = {
+LOCAL_EXIT_CODES: dict[ExitCode, str] = {
     ExitCode.FINISHED: "finished",
     ExitCode.FAILURE: "any other failure",
-    ExitCode.CONFIG: "the config or the arguments are wrong: do not try again",
+    ExitCode.CONFIG: "the config or the arguments are wrong: do not retry",
 }
-"""How a command of a single process can end."""
+"""Exit codes of a command that runs in a single process."""
 
-CHECKS: dict[ExitCode, str] = {
-    **HERE,
+CHECK_EXIT_CODES: dict[ExitCode, str] = {
+    **LOCAL_EXIT_CODES,
     ExitCode.PREFLIGHT: "a check of the hosts or their network failed",
     ExitCode.PEER: "another process of the run failed or went missing",
 }
-"""How a command can end in which all processes of a run meet."""
+"""Exit codes of a command in which all processes of a run take part."""
 
-RUN: dict[ExitCode, str] = {**CHECKS, ExitCode.STOPPED: "stopped early, nothing is lost: run the same command again"}
-"""How a command can end that runs a config in one or several processes."""
+RUN_EXIT_CODES: dict[ExitCode, str] = {
+    **CHECK_EXIT_CODES,
+    ExitCode.STOPPED: "stopped early, nothing is lost: run the same command again",
+}
+"""Exit codes of a command that runs a config in one or several processes."""
 
 _NARROWEST = 40
+"""Least number of columns that help is wrapped to."""
 
 _OWN_LINE = (" ", "usage: ", "python -m ")
-"""How a line begins that is not part of a paragraph."""
+"""Beginnings of lines that are not part of a paragraph."""
 
 _DOTTED = re.compile(r"--?([a-z]\w*(?:\.\w+)+)(?:=(.*))?", re.DOTALL)
-"""A setting that was given dashes, as an option is."""
+"""A setting written with dashes, like an option."""
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser as all commands have it, and their subcommands.
+    """The argument parser of all commands and subcommands.
 
-    Description and epilog are wrapped, but for lines that begin with a space. `codes` are the exit codes that the
-    command can end with.
+    Description and epilog are wrapped, except for lines that begin with a space. `codes` are the exit codes of the
+    command, which help lists.
     """
 
     def __init__(
@@ -67,13 +71,13 @@ class Parser(argparse.ArgumentParser):
         for name in (None, "store"):
             self.register("action", name, _StoreOnce)
         self.options_seen: set[str] = set()
-        """Options of the command line that is being parsed that take one value."""
+        """Options with one value that the current command line has set so far."""
         self.register("type", Path, lambda text: Path(path_argument(text)))
         self.add_argument("--debug", action="store_true", help="show a traceback with an error")
         self._takes_settings = False
 
     def add_settings(self) -> None:
-        """Lets the command take key=value arguments, as `overrides`."""
+        """Adds key=value arguments, which are parsed as `overrides`."""
         self.add_argument("overrides", nargs="*", metavar="key=value", help="settings that override those of the file")
         self._takes_settings = True
 
@@ -85,14 +89,14 @@ class Parser(argparse.ArgumentParser):
         if self._takes_settings:
             _refuse_dashes(list(args or ()))
         options = super().parse_intermixed_args(args, namespace)
-        _say_what_is_replaced(getattr(options, "overrides", ()))
+        _note_replaced_settings(getattr(options, "overrides", ()))
         return options
 
     def format_help(self) -> str:
-        return fitted(super().format_help())  # a usage that is written by hand is not wrapped by argparse
+        return fitted(super().format_help())  # argparse does not wrap a custom usage
 
     def error(self, message: str) -> NoReturn:
-        """Raises `ConfigError` for whatever argparse finds wrong."""
+        """Raises `ConfigError` for any error of argparse."""
         advice = f"{self.prog} --help shows what it takes"
         unknown = re.match(r"unrecognized arguments: (\S+)", message)
         if unknown:
@@ -101,7 +105,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class _StoreOnce(argparse.Action):
-    """Stores what an option is given, once: argparse itself takes the last of several and says nothing."""
+    """Stores the value of an option, and refuses a second one: argparse itself silently keeps the last."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
@@ -114,8 +118,8 @@ class _StoreOnce(argparse.Action):
         setattr(namespace, self.dest, values)
 
 
-def _say_what_is_replaced(settings: Sequence[str]) -> None:
-    """Says which settings a later one replaces, as where a script adds a user's settings to its own."""
+def _note_replaced_settings(settings: Sequence[str]) -> None:
+    """Notes settings that later ones replace, for example where a script appends a user's settings to its own."""
     values: dict[str, str] = {}
     for setting in settings:
         key, _, value = setting.partition("=")
@@ -125,14 +129,14 @@ def _say_what_is_replaced(settings: Sequence[str]) -> None:
 
 
 def expect_separator(arguments: Sequence[str], example: str) -> None:
-    """Raises `ConfigError` if arguments of jaxmnt.train stand among a launcher's own, which come before the `--`."""
+    """Raises `ConfigError` if arguments of jaxmnt.train are among a launcher's own, which come before the `--`."""
     for argument in arguments:
         if argument == "--config" or argument.startswith("--config=") or re.match(r"[a-z]\w*(\.\w+)*=", argument):
             raise ConfigError(f"{argument}: the arguments of jaxmnt.train come after a lone --, such as: {example}")
 
 
 def path_argument(text: str) -> str:
-    """Returns the path that an option names, with its home: bash replaces no `~` in `--output=~/a`."""
+    """Returns the path of an option, with `~` expanded: bash does not expand it in `--output=~/a`."""
     from jaxmnt.config.load import expand_home
 
     if not text.startswith("~"):
@@ -144,13 +148,13 @@ def path_argument(text: str) -> str:
 
 
 def exit_codes(codes: Mapping[ExitCode, str]) -> str:
-    """The part of a help text about exit codes."""
+    """Returns the section of a help text about exit codes."""
     lines = [f"  {int(code):<4}{text}" for code, text in sorted(codes.items())]
     return "\n".join(["exit codes:", *lines]) if lines else ""
 
 
 def wrapped(text: str) -> str:
-    """A text whose paragraphs fit the terminal. Lines that begin with a space, and commands, stay lines."""
+    """Wraps the paragraphs of a text to the terminal. Lines that begin with a space, and commands, remain lines."""
     lines: list[str] = []
     for line in text.split("\n"):
         if lines and lines[-1] and line and not lines[-1].startswith(_OWN_LINE) and not line.startswith(_OWN_LINE):
@@ -161,17 +165,17 @@ def wrapped(text: str) -> str:
 
 
 def fitted(text: str) -> str:
-    """A text of which each line fits the terminal."""
+    """Wraps each line of a text to the terminal."""
     return "\n".join(part for line in text.split("\n") for part in _fitted(line))
 
 
 def width() -> int:
-    """Columns of the terminal, or what COLUMNS says."""
+    """Returns the columns of the terminal, or of the variable COLUMNS."""
     return max(_NARROWEST, shutil.get_terminal_size().columns)
 
 
 def _fitted(line: str) -> list[str]:
-    """A line, cut into several if it is too long. What follows begins where its second column does, or as it does."""
+    """Wraps a line if it is too long. Continuation lines are indented to its second column, or as the line itself."""
     if len(line) <= width():
         return [line.rstrip()]
     if columns := re.match(r" *\S+ {2,}", line):
@@ -183,15 +187,18 @@ def _fitted(line: str) -> list[str]:
 
 def _refuse_dashes(arguments: list[str]) -> None:
     """Raises `ConfigError` for a setting that is written like an option."""
-    own = arguments[: arguments.index("--")] if "--" in arguments else arguments
-    for argument, following in zip(own, [*own, ""][1:], strict=True):
-        if found := _DOTTED.fullmatch(argument):
-            value = following if found[2] is None and following and "=" not in following else found[2] or "VALUE"
-            raise ConfigError(f"argument {argument!r}: a setting has no dashes; write {found[1]}={value}")
+    before_separator = arguments[: arguments.index("--")] if "--" in arguments else arguments
+    for argument, following in zip(before_separator, [*before_separator, ""][1:], strict=True):
+        if match := _DOTTED.fullmatch(argument):
+            key, value = match[1], match[2] or "VALUE"
+            if match[2] is None and following and "=" not in following:
+                value = following
+            raise ConfigError(f"argument {argument!r}: a setting has no dashes; write {key}={value}")
 
 
 def _as_setting(argument: str) -> str:
-    """What to write instead of an option that is none, if there is a setting of that or a usual name."""
+    """Returns advice for an unknown option that is the name of a setting, or a usual name for one; else an empty
+    text."""
     from jaxmnt.config.explain import setting_for
 
     name, _, value = argument.lstrip("-").partition("=")
@@ -200,7 +207,7 @@ def _as_setting(argument: str) -> str:
 
 
 def write_file(path: Path, text: str) -> None:
-    """Publishes a file that somebody asked for. Raises `ConfigError` if it cannot be written there."""
+    """Writes an output file of a command, whole or not at all. Raises `ConfigError` if it cannot be written there."""
     from jaxmnt.storage import publish
 
     try:
@@ -213,13 +220,13 @@ def write_file(path: Path, text: str) -> None:
 def run_command(main: Callable[[list[str]], int]) -> NoReturn:
     """Runs a command's `main` and ends the process with its exit code, turning errors into messages.
 
-    `--debug` anywhere before a lone `--` among the arguments shows the traceback of a `UserError` too, and what JAX's
-    plugin for CUDA says of a driver that is missing.
+    `--debug` anywhere before a lone `--` among the arguments also shows the traceback of a `UserError`, and the message
+    of JAX's CUDA plugin about a missing driver.
     """
     guard()
-    given = sys.argv[1:]
-    own = given[: given.index("--")] if "--" in given else given
-    debug = "--debug" in own
+    arguments = sys.argv[1:]
+    before_separator = arguments[: arguments.index("--")] if "--" in arguments else arguments
+    debug = "--debug" in before_separator
     if not debug:
         quiet_plugin.install()
-    sys.exit(checked(report(lambda: main(given), debug=debug)))
+    sys.exit(checked(report(lambda: main(arguments), debug=debug)))

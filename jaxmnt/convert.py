@@ -1,8 +1,8 @@
-"""python -m jaxmnt.convert from-hf|to-hf|settings: models from and to the files of Hugging Face, on any machine.
+"""python -m jaxmnt.convert from-hf|to-hf|settings: converts models from and to the files of Hugging Face.
 
-from-hf makes a run directory with one checkpoint, which run.init_from, jaxmnt.generate and jaxmnt.checkpoint take like
-any other; run.init_from: hf:FOLDER reads the same files straight onto a mesh. to-hf writes a checkpoint for
-transformers and what reads its files, with the tokenizer and what else came with the model. Nothing of torch and no
+from-hf makes a run directory with one checkpoint, which run.init_from, jaxmnt.generate and jaxmnt.checkpoint accept
+like any other; run.init_from: hf:FOLDER reads the same files directly onto a mesh. to-hf writes a checkpoint in the
+format of transformers, with the tokenizer and the other files that came with the model. Neither torch nor an
 accelerator is needed.
 """
 
@@ -11,7 +11,7 @@ import os
 import sys
 from pathlib import Path
 
-from jaxmnt.commands import HERE, Parser, run_command
+from jaxmnt.commands import LOCAL_EXIT_CODES, Parser, run_command
 from jaxmnt.errors import ConfigError, ExitCode
 from jaxmnt.output import progress
 from jaxmnt.telemetry.progress import Work, working
@@ -21,7 +21,7 @@ _DTYPES = ("float32", "bfloat16", "float16")
 
 def main(arguments: list[str]) -> int:
     options = _parse(arguments)
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # shapes alone are asked of JAX
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # JAX only computes shapes here
     with working("starting") as work:
         return {"from-hf": _from_hf, "to-hf": _to_hf, "settings": _settings}[options.command](options, work)
 
@@ -38,8 +38,8 @@ def _from_hf(options: argparse.Namespace, work: Work) -> int:
     print(f"checkpoint {path}")
     if not (options.output / "tokenizer").exists():
         print(
-            f"note    {options.folder} has no tokenizer.json with an end of texts, so the run has none; generate and "
-            "score need --tokenizer bytes, or --tokenizer with the tokenizer.json of its tokens",
+            f"note    {options.folder} has no tokenizer.json with an end-of-text token, so the run has no tokenizer; "
+            "give generate and score --tokenizer bytes, or --tokenizer with the tokenizer.json of its tokens",
             file=sys.stderr,
         )
     setting = as_typed("run.init_from", str(options.output))
@@ -60,7 +60,7 @@ def _to_hf(options: argparse.Namespace, work: Work) -> int:
     files = companions.read_run_files(roots_of(options.checkpoint, checkpoint))
     try:
         tokenizer = tokenizer_of(options.checkpoint, checkpoint)
-    except ConfigError as error:  # a run from before runs kept theirs, without its data here
+    except ConfigError as error:  # an old run that did not keep its tokenizer, and whose data is not here
         tokenizer = None
         if TOKENIZER_FILE not in files:
             work.line(f"note    {options.output} has no tokenizer: {error}")
@@ -75,8 +75,8 @@ def _to_hf(options: argparse.Namespace, work: Work) -> int:
     progress("")
     if done:
         count = len(export.files)
-        told = f"{count} file{'s' * (count > 1)} of {export.dtype.name}, {', '.join(sorted(export.companions))}"
-        print(f"{options.output}: {told}")
+        contents = f"{count} file{'s' * (count > 1)} of {export.dtype.name}, {', '.join(sorted(export.companions))}"
+        print(f"{options.output}: {contents}")
     else:
         print(f"the share of process {process} of {processes} is written; {options.output} is there when all are")
     return ExitCode.FINISHED
@@ -96,40 +96,39 @@ def _settings(options: argparse.Namespace, work: Work) -> int:
 
 
 def _place(options: argparse.Namespace) -> tuple[int, int]:
-    """Which of how many processes this is: by the arguments, or by the launcher that started it."""
-    given = (options.process_id, options.processes)
-    if given == (None, None):
+    """Returns the index of this process and the number of processes, from the arguments or from the launcher."""
+    process, processes = options.process_id, options.processes
+    if process is None and processes is None:
         from jaxmnt.config.schema import Cluster
         from jaxmnt.distributed.identity import identify
 
         identity = identify(Cluster(), gpus=0)
         return identity.process_id, identity.processes
-    process, processes = given
     if process is None or processes is None or not 0 <= process < processes:
-        raise ConfigError("--process-id: give it with --processes, from 0 to one less")
+        raise ConfigError("--process-id: give it together with --processes N, as a number from 0 to N - 1")
     return process, processes
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
-    parser = Parser("python -m jaxmnt.convert", description=__doc__, codes=HERE)
+    parser = Parser("python -m jaxmnt.convert", description=__doc__, codes=LOCAL_EXIT_CODES)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     def add(name: str, text: str) -> Parser:
-        return commands.add_parser(name, help=text, description=text, codes=HERE)
+        return commands.add_parser(name, help=text, description=text, codes=LOCAL_EXIT_CODES)
 
-    reading = add("from-hf", "make a run directory of a folder of Hugging Face")
-    reading.add_argument("folder", type=Path, metavar="FOLDER", help="with config.json and safetensors files")
-    reading.add_argument("output", type=Path, metavar="RUN", help="a new run directory")
-    reading.add_argument("--dtype", choices=_DTYPES[:2], default="float32", help="of the parameters (float32)")
-    writing = add("to-hf", "write a checkpoint as a folder of Hugging Face")
-    writing.add_argument("checkpoint", metavar="RUN[@STEP]", help="a run directory, or where its checkpoints are")
-    writing.add_argument("output", type=Path, metavar="FOLDER", help="a new folder")
-    writing.add_argument("--dtype", choices=_DTYPES, help="default: that of the model it came from, else float32")
-    writing.add_argument("--file-gb", type=float, default=5.0, metavar="GB", help="gigabytes a file (5)")
-    writing.add_argument("--processes", type=int, metavar="N", help="write in N processes, on one host or several")
-    writing.add_argument("--process-id", type=int, metavar="I", help="this one, from 0 (both: the launcher's)")
-    showing = add("settings", "print a folder's model as the section model of a config")
-    showing.add_argument("folder", type=Path, metavar="FOLDER")
+    from_hf = add("from-hf", "make a run directory from a Hugging Face model folder")
+    from_hf.add_argument("folder", type=Path, metavar="FOLDER", help="folder with config.json and safetensors files")
+    from_hf.add_argument("output", type=Path, metavar="RUN", help="a new run directory")
+    from_hf.add_argument("--dtype", choices=_DTYPES[:2], default="float32", help="dtype of the parameters (float32)")
+    to_hf = add("to-hf", "write a checkpoint as a Hugging Face model folder")
+    to_hf.add_argument("checkpoint", metavar="RUN[@STEP]", help="run directory, or location of its checkpoints")
+    to_hf.add_argument("output", type=Path, metavar="FOLDER", help="a new folder")
+    to_hf.add_argument("--dtype", choices=_DTYPES, help="default: dtype of the model that it came from, else float32")
+    to_hf.add_argument("--file-gb", type=float, default=5.0, metavar="GB", help="gigabytes per file (5)")
+    to_hf.add_argument("--processes", type=int, metavar="N", help="write in N processes, on one host or several")
+    to_hf.add_argument("--process-id", type=int, metavar="I", help="index of this process (default: from the launcher)")
+    settings = add("settings", "print the model of a folder as the section model of a config")
+    settings.add_argument("folder", type=Path, metavar="FOLDER")
     return parser.parse_args(arguments)
 
 

@@ -1,7 +1,7 @@
-"""Signals in the first moments of a command, while Python still imports what would listen to them.
+"""Handles stop signals during the first moments of a command, while Python still imports the code that handles them.
 
-They are remembered until a `StopRequest` takes over. Without that they would end the process with a code that tells a
-launcher of a failure; and process 1 of a container has no default for them: there they would be lost.
+They are recorded until a `StopRequest` takes over. Otherwise they would end the process with an exit code that reports
+a failure to the launcher; and PID 1 of a container has no default handlers, so there they would be lost.
 """
 
 import os
@@ -10,53 +10,53 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-HEARD = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 _STOPPED = 75  # ExitCode.STOPPED, which is not imported yet
 
-_before: dict[int, Any] = {}
-_remembered: list[int] = []
+_previous_handlers: dict[int, Any] = {}
+_received: list[int] = []
 
 
 def handle(handler: Callable[[int, FrameType | None], Any]) -> dict[int, Any]:
-    """Installs a handler for the signals that ask a program to stop; those ignored (as by nohup) stay so. Returns the
+    """Installs a handler for the signals that ask a program to stop, except ignored ones (as by nohup). Returns the
     handlers that it replaces."""
-    heard = [number for number in HEARD if signal.getsignal(number) != signal.SIG_IGN]
-    return {number: signal.signal(number, handler) for number in heard}
+    handled = [number for number in STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+    return {number: signal.signal(number, handler) for number in handled}
 
 
 def restore(handlers: dict[int, Any]) -> None:
-    """Installs again what `handle` has returned."""
+    """Restores the handlers that `handle` has returned."""
     for number, handler in handlers.items():
         signal.signal(number, handler)
 
 
 def remember() -> None:
-    """From now on. The first thing that a command does; a second signal ends the process at once."""
-    _before.update(handle(_hear))
+    """Starts to record signals; a command does this first. A second signal ends the process at once."""
+    _previous_handlers.update(handle(_record))
 
 
-def taken() -> list[int]:
-    """The signals so far. Somebody else listens now."""
-    heard = list(_remembered)
-    _remembered.clear()
-    return heard
+def take_received() -> list[int]:
+    """Returns and clears the signals so far, for the caller to handle."""
+    received = list(_received)
+    _received.clear()
+    return received
 
 
 def release() -> None:
-    """Signals do again what they did before, also those that have come meanwhile."""
-    restore(_before)
-    _before.clear()
-    for number in taken():
+    """Restores the earlier handlers, and raises again the signals that were recorded."""
+    restore(_previous_handlers)
+    _previous_handlers.clear()
+    for number in take_received():
         signal.raise_signal(number)
 
 
 def ignore() -> None:
-    """How this process ends is settled: what asks it to stop comes too late to change its exit code."""
-    for number in HEARD:
+    """Ignores stop signals from now on, when the exit code of this process is final."""
+    for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 
-def _hear(number: int, _: FrameType | None) -> None:
-    if _remembered:
-        os._exit(_STOPPED)  # nothing has begun that could be saved
-    _remembered.append(number)
+def _record(number: int, _: FrameType | None) -> None:
+    if _received:
+        os._exit(_STOPPED)  # there is no work yet that could be saved
+    _received.append(number)

@@ -1,7 +1,7 @@
-"""What a user sees when something is wrong, and the exit codes that tell a scheduler what to do.
+"""Error messages for users, and exit codes that tell a scheduler what to do.
 
-A `UserError` is something that a person can cause and mend: it is shown as one message that says what is
-wrong, where, and what to do, without a traceback. Anything else is a fault of ours and keeps its traceback.
+A `UserError` is something that a user can cause and fix: it is shown as one message that says what is wrong, where, and
+what to do, without a traceback. Any other exception is a bug of ours and keeps its traceback.
 """
 
 import errno
@@ -13,49 +13,51 @@ from enum import IntEnum
 from typing import Self
 
 _LONGEST_SHOWN = 80
-"""Characters of a text from outside that are shown."""
+"""Limit of characters that are shown of an external text."""
 
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-"""Errors of a disk that is full, wherever they are met."""
+"""Error numbers of a full disk."""
 
 
 class ExitCode(IntEnum):
-    """The codes that every command may end with. Later versions add to this list and do not change it."""
+    """Exit codes of all commands. Later versions may add codes, but never change them."""
 
     FINISHED = 0
     FAILURE = 1
     CONFIG = 2  # the config or the arguments are wrong: do not retry
     PREFLIGHT = 3  # a check of the hosts and their network failed: retry without the host that it names
     PEER = 4  # another process failed or went missing
-    STOPPED = 75  # stopped early with a checkpoint: run me again
+    STOPPED = 75  # stopped early with a checkpoint: run the command again
 
 
 class UserError(Exception):
-    """Something that a user can mend. The text is the whole message."""
+    """An error that the user can fix. Its text is the whole message."""
 
     exit_code = ExitCode.FAILURE
     hosts: Sequence[str] = ()
     processes: Sequence[int] = ()
-    """Those at fault, if they are known."""
+    """Hosts and processes at fault, if they are known."""
 
     def blaming(self, *, hosts: Sequence[str] = (), processes: Sequence[int] = ()) -> Self:
+        """Sets the hosts and processes at fault, and returns this error."""
         self.hosts, self.processes = hosts, processes
         return self
 
 
 class ConfigError(UserError):
-    """The config, the arguments or the data that they name cannot work. Retrying will not help."""
+    """The config, the arguments, or the data that they name are wrong. Retrying does not help."""
 
     exit_code = ExitCode.CONFIG
 
 
 class UnreadableError(ConfigError):
-    """What the config names cannot be read. With a run that has read it before this may pass: `run/rundir.py`."""
+    """Something that the config names cannot be read. If the run has read it before, this may be temporary, see
+    `run/rundir.py`."""
 
 
 class PreflightError(UserError):
-    """A host, or the network between hosts, is not as a run needs it. Without the host that is named it may be."""
+    """A host, or the network between hosts, does not meet the needs of a run. Without the named host it may."""
 
     exit_code = ExitCode.PREFLIGHT
 
@@ -66,23 +68,23 @@ class PeerError(UserError):
     exit_code = ExitCode.PEER
 
 
-def closest(name: str, known: list[str]) -> str | None:
-    """Returns the known name that is most like this one; None if none is like it."""
+def closest(name: str, candidates: list[str]) -> str | None:
+    """Returns the candidate that is most similar to a name; None if none is similar."""
     import difflib
 
-    return next(iter(difflib.get_close_matches(name, known, n=1, cutoff=0.6)), None)
+    return next(iter(difflib.get_close_matches(name, candidates, n=1, cutoff=0.6)), None)
 
 
-def nearest(name: str, known: list[str]) -> str:
-    """A phrase naming the closest known name, or the known names if none is close."""
-    close = closest(name, known)
-    return f"did you mean {close}?" if close else f"known: {', '.join(known)}"
+def nearest(name: str, candidates: list[str]) -> str:
+    """Returns a phrase that suggests the closest candidate, or lists all if none is close."""
+    close = closest(name, candidates)
+    return f"did you mean {close}?" if close else f"known: {', '.join(candidates)}"
 
 
 def printable(text: str) -> str:
-    r"""`text` with all that is not shown as itself written as escapes, such as \x1b and \n.
+    r"""Returns `text` with unprintable characters as escapes, such as \x1b and \n.
 
-    For names that come from files, the environment or the network: a terminal would obey what they hold.
+    For names from files, the environment or the network, whose control characters a terminal would execute.
     """
     return "".join(
         character if character.isprintable() else character.encode("unicode_escape").decode() for character in text
@@ -95,51 +97,51 @@ def counted(number: int, singular: str, plural: str) -> str:
 
 
 def listed(items: Sequence[object], most: int = 8) -> str:
-    """Returns the first items with commas between them, and how many more there are."""
+    """Joins the first items with commas, and says how many more there are."""
     return ", ".join(map(str, items[:most])) + (f" and {len(items) - most} more" if len(items) > most else "")
 
 
 def how_to_install(extra: str) -> str:
-    """Returns what installs an extra of jaxmnt in a clone, as the README has it, for the end of an error message."""
+    """Returns the command of the README that installs an extra of jaxmnt in a clone, to end an error message with."""
     return f'install it with: pip install -c constraints.txt -e ".[{extra}]"'
 
 
 def shortened(text: str) -> str:
-    """A text from outside, fit to be shown."""
+    """Returns an external text in printable and limited form."""
     shown = printable(text[:_LONGEST_SHOWN])
     return shown + "…" if len(text) > _LONGEST_SHOWN else shown
 
 
 def printable_lines(text: str) -> str:
-    """A text of several lines that another process has told, without what a terminal would obey."""
+    """Returns a text of several lines from another process, with other control characters as escapes."""
     return "\n".join(printable(line) for line in text.splitlines())
 
 
 def remark(text: str) -> None:
-    """A line for people, on stderr. Where nobody takes it any more, nothing is shown and nothing ends."""
+    """Shows a line to the user, on stderr. If stderr is closed or full, the line is dropped without an error."""
     with suppress(OSError, ValueError):
         _say(text)
 
 
 def _say(text: str) -> None:
-    """Writes a line to stderr. On a terminal it takes the place of a status line that may stand there."""
+    """Writes a line to stderr. On a terminal it replaces a status line."""
     erase = "\r\x1b[K" if sys.stderr.isatty() else ""
     print(f"{erase}jaxmnt: {text}", file=sys.stderr, flush=True)
 
 
 def error_of(code: int, text: str) -> UserError:
-    """The error of this exit code that another process has told us of."""
+    """Returns the error of this exit code that another process has reported."""
     kinds = {kind.exit_code: kind for kind in (ConfigError, PreflightError, PeerError)}
     return kinds.get(ExitCode(code), UserError)(printable_lines(text))
 
 
 def code_of(error: BaseException) -> ExitCode:
-    """The exit code of a process that ends with `error`."""
+    """Returns the exit code of a process that ends with `error`."""
     return error.exit_code if isinstance(error, UserError) else ExitCode.FAILURE
 
 
 def summary(error: BaseException) -> str:
-    """An error in one line: a user's in its own words, another with its type."""
+    """Returns an error in one line: a `UserError` by its message, any other with its type."""
     lines = str(error).strip().splitlines()
     text = lines[0] if lines else ""
     if isinstance(error, UserError):

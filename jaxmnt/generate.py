@@ -15,45 +15,45 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from jaxmnt.commands import HERE, Parser, path_argument, run_command
+from jaxmnt.commands import LOCAL_EXIT_CODES, Parser, path_argument, run_command
 from jaxmnt.errors import ConfigError, ExitCode, counted
 from jaxmnt.strict_json import json_text
 from jaxmnt.telemetry.progress import Work, working
-from jaxmnt.trained_model import Refused, add_arguments, exit_code_of, find_model, json_lines, load_for, size_of
+from jaxmnt.trained_model import Refused, add_arguments, checked_size, exit_code_of, find_model, json_lines, load_for
 
 if TYPE_CHECKING:
-    from jaxmnt.trained_model import Named, TrainedModel, Vocabulary
+    from jaxmnt.trained_model import SelectedModel, TrainedModel, Vocabulary
     from jaxmnt.training.inference import Sampling
 
 _TOKENS = 200
 _SEEDS = 2**31
 _NOT_YET = "\ufffd"
-"""What a decoder shows for a character of which bytes are missing."""
+"""The character that a decoder shows for an incomplete UTF-8 sequence."""
 
 
 @dataclass
 class Request:
-    """A prompt, and what has been generated for it."""
+    """A prompt, and the text generated for it."""
 
     ids: list[int]
     prompt: str
-    """What is shown before the text: nothing in a chat."""
+    """Text that is shown before the generated text; empty in a chat."""
     record: dict[str, Any]
-    """The line that it came from."""
+    """The input line of the request."""
     room: int
-    """How many tokens may follow."""
+    """Limit of tokens to generate."""
     stops: tuple[str, ...] = ()
-    """Texts before which it ends."""
+    """Stop strings, before which generation ends."""
     tokens: list[int] = field(default_factory=list)
     text: str = ""
     finish: str | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """The line that answers it."""
+        """Returns the output line for the request."""
         return self.record | {"text": self.text, "tokens": len(self.tokens), "finish": self.finish}
 
     def take(self, token: int, vocabulary: "Vocabulary") -> None:
-        """One more token."""
+        """Adds a generated token, and sets `finish` if the text ends with it."""
         from jaxmnt.data.text_pieces import decode_after
 
         if self.finish is not None:
@@ -63,8 +63,8 @@ class Request:
             return
         self.tokens.append(token)
         self.text = decode_after(vocabulary.tokenizer, self.ids, self.tokens)
-        if found := [place for stop in self.stops if (place := self.text.find(stop)) >= 0]:
-            self.text, self.finish = self.text[: min(found)], "stop"
+        if positions := [position for stop in self.stops if (position := self.text.find(stop)) >= 0]:
+            self.text, self.finish = self.text[: min(positions)], "stop"
         elif len(self.tokens) == self.room:
             self.finish = "length"
 
@@ -78,7 +78,8 @@ def main(arguments: list[str]) -> int:
         loaded = load_for(named, _requests(options, named), options.overrides, work)
         if loaded is None:
             return ExitCode.FINISHED
-        (model, requests), refused = loaded, 0
+        model, requests = loaded
+        refused = 0
         for batch in _batches(requests, 1 if options.input is None else options.batch):
             _run(model, batch, options, work)
             refused += sum(isinstance(request, Refused) for _, request in batch)
@@ -88,11 +89,12 @@ def main(arguments: list[str]) -> int:
 def complete(
     model: "TrainedModel", batch: Sequence[tuple[int, Request]], sampling: "Sampling", show: Callable[[], None]
 ) -> None:
-    """Generates for requests, by their numbers, until each has finished. `show` is called after each token."""
+    """Generates text for numbered requests until each has finished. Calls `show` after each token."""
     import numpy as np
 
     prompts = [np.array(request.ids, np.int32) for _, request in batch]
-    most, numbers = max(request.room for _, request in batch), [number for number, _ in batch]
+    numbers = [number for number, _ in batch]
+    most = max(request.room for _, request in batch)
     for tokens in model.generator.generate(model.weights, prompts, most, sampling, numbers):
         for (_, request), token in zip(batch, tokens, strict=True):
             request.take(int(token), model.vocabulary)
@@ -104,7 +106,7 @@ def complete(
 def _run(
     model: "TrainedModel", batch: list[tuple[int, Request | Refused]], options: argparse.Namespace, work: Work
 ) -> None:
-    """Generates for a batch, and shows it: text as it comes, or a line for each at the end."""
+    """Generates for a batch, and shows the text as it grows, or with --input a line for each request at the end."""
     from jaxmnt.training.inference import Sampling
 
     sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
@@ -136,48 +138,49 @@ def _run(
 
 
 def _unstopped(request: Request) -> str:
-    """The text that will stay, whatever comes: neither a character at its end that is not whole yet, nor the beginning
-    of what may become a stop string."""
+    """Returns the part of the text that cannot change any more, without an incomplete character at its end and without
+    a possible beginning of a stop string."""
     if request.finish:
         return request.text
     text = request.text.rstrip(_NOT_YET)
-    begun = (length for stop in request.stops for length in range(len(stop)) if text.endswith(stop[:length]))
-    return text[: len(text) - max(begun, default=0)]
+    with_start = (length for stop in request.stops for length in range(len(stop)) if text.endswith(stop[:length]))
+    return text[: len(text) - max(with_start, default=0)]
 
 
 def _show(shown: str, text: str) -> str:
-    """Writes what is new of the text. What a decoder has changed its mind about stays as it was shown."""
+    """Prints the new part of the text, and returns what is shown. If the decoder has revised earlier text, prints
+    nothing."""
     if text.startswith(shown):
         print(text[len(shown) :], end="", flush=True)
         return text
     return shown
 
 
-def _requests(options: argparse.Namespace, named: "Named") -> Iterator[Request | Refused]:
-    """What is asked for, line by line."""
+def _requests(options: argparse.Namespace, named: "SelectedModel") -> Iterator[Request | Refused]:
+    """Yields the requests, line by line."""
     if options.input is None:
         return iter([_request(options, named, "--prompt", _record(options))])
     return json_lines(options.input, lambda where, record: _request(options, named, where, record))
 
 
 def _record(options: argparse.Namespace) -> dict[str, Any]:
-    """Returns what `--prompt` asks for, as a line would."""
+    """Returns the request of `--prompt` in the form of an input line."""
     if not options.chat:
         return {"prompt": options.prompt}
     system = [{"role": "system", "content": options.system}] if options.system else []
     return {"messages": [*system, {"role": "user", "content": options.prompt}]}
 
 
-def _request(options: argparse.Namespace, named: "Named", where: str, record: dict[str, Any]) -> Request:
+def _request(options: argparse.Namespace, named: "SelectedModel", where: str, record: dict[str, Any]) -> Request:
     vocabulary, prompt = named.vocabulary, ""
     if options.chat:
-        text = named.rendered(record.get("messages"), where, variables=_template_variables(record, where))
+        text = named.render_chat(record.get("messages"), where, variables=_template_variables(record, where))
         ids = vocabulary.encode(text, markup=True, where=where)
     else:
         prompt = record.get("prompt", "")
         if "prompt" not in record or not isinstance(prompt, str):
             raise ConfigError(f'{where}: it must have a "prompt" with a text')
-        ids = vocabulary.begun(vocabulary.encode(prompt, where=where))
+        ids = vocabulary.with_start(vocabulary.encode(prompt, where=where))
     if not ids:
         raise ConfigError(
             f"{where}: empty; this run's data has no end-of-document id that could start a sample: give some text"
@@ -185,18 +188,19 @@ def _request(options: argparse.Namespace, named: "Named", where: str, record: di
     room = named.window - len(ids)
     if room < 1:
         raise ConfigError(f"{where}: {len(ids)} tokens fill the model's window of {named.window}; shorten it")
-    wanted = _TOKENS if options.tokens is None else options.tokens
-    if options.tokens is not None and wanted > room:
+    requested = _TOKENS if options.tokens is None else options.tokens
+    if options.tokens is not None and requested > room:
         print(
-            f"note    --tokens: {wanted} and the prompt's {len(ids)} are more than the model's window of "
+            f"note    --tokens: {requested} and the prompt's {len(ids)} are more than the model's window of "
             f"{named.window} tokens; {room} are generated",
             file=sys.stderr,
         )
-    return Request(ids, prompt, record, min(wanted, room), tuple(options.stop))
+    return Request(ids, prompt, record, min(requested, room), tuple(options.stop))
 
 
 def _template_variables(record: dict[str, Any], where: str) -> dict[str, Any]:
-    """Returns what a line gives to the chat template besides its messages. Raises `ConfigError` for another shape."""
+    """Returns the variables that a line passes to the chat template besides its messages. Raises `ConfigError` if they
+    are malformed."""
     variables = {}
     for name in ("tools", "documents"):
         value = record.get(name)
@@ -215,31 +219,31 @@ def _template_variables(record: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _batches(requests: Iterable[Request | Refused], size: int) -> Iterator[list[tuple[int, Request | Refused]]]:
-    """Requests with their numbers, so many at a time."""
+    """Yields batches of `size` numbered requests."""
     numbered = enumerate(requests)
     while batch := list(itertools.islice(numbered, size)):
         yield batch
 
 
 def _check(options: argparse.Namespace) -> None:
-    size_of(options, "batch")
+    checked_size(options, "batch")
     if options.tokens is not None:
-        size_of(options, "tokens")
+        checked_size(options, "tokens")
     if not 0 <= options.temperature < math.inf:
         raise ConfigError(f"--temperature: {options.temperature:g} is out of range; give a number from 0 up")
     if not -_SEEDS <= options.seed < _SEEDS:
         raise ConfigError(f"--seed: {options.seed} is out of range; give a number below {_SEEDS}")
-    size_of(options, "top_k", 0)
+    checked_size(options, "top_k", 0)
     if not 0 < options.top_p <= 1:
         raise ConfigError("--top-p takes a number above 0, up to 1")
     if not all(options.stop):
-        raise ConfigError("--stop: an empty text is everywhere; give some text")
+        raise ConfigError("--stop: an empty text matches everywhere; give some text")
     if options.system and not options.chat:
         raise ConfigError("--system: only a conversation has a system message; add --chat")
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
-    parser = Parser("python -m jaxmnt.generate", description=__doc__, codes=HERE)
+    parser = Parser("python -m jaxmnt.generate", description=__doc__, codes=LOCAL_EXIT_CODES)
     add_arguments(parser)
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--prompt", default="", help="text to continue (default: the start of a document)")
@@ -249,17 +253,21 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--system", metavar="TEXT", help="with --chat: a system message before the prompt")
     parser.add_argument(
-        "--tokens", type=int, metavar="N", help=f"at most so many new tokens ({_TOKENS}, or what the window holds)"
+        "--tokens", type=int, metavar="N", help=f"limit of new tokens ({_TOKENS}, or the rest of the window)"
     )
     parser.add_argument(
-        "--temperature", type=float, default=0.7, metavar="T", help="0 is the likeliest; 1 as trained (0.7)"
+        "--temperature", type=float, default=0.7, metavar="T", help="0: the likeliest token; 1: as trained (0.7)"
     )
-    parser.add_argument("--top-k", type=int, default=0, metavar="K", help="only of the K likeliest tokens (0: all)")
+    parser.add_argument("--top-k", type=int, default=0, metavar="K", help="sample from the K likeliest tokens (0: all)")
     parser.add_argument(
-        "--top-p", type=float, default=1.0, metavar="P", help="only of the likeliest with probability P together (1)"
+        "--top-p",
+        type=float,
+        default=1.0,
+        metavar="P",
+        help="sample from the likeliest tokens of total probability P (1)",
     )
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="another number, another sample")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the random numbers (0)")
     return parser.parse_intermixed_args(arguments)
 
 

@@ -1,6 +1,6 @@
-"""Standard output and error that may go away: a reader that has seen enough, a closed terminal, a full disk.
+"""Makes standard output and error robust against a reader that exits, a closed terminal, or a full disk.
 
-What cannot be shown is dropped, and nothing raises: no work ends because nobody looks at it.
+Output that cannot be written is dropped without an exception, so that work never ends for lack of a reader.
 """
 
 import errno
@@ -15,9 +15,11 @@ from typing import Any, TextIO
 from jaxmnt.errors import ExitCode, remark
 
 _CHUNK = 1024
-"""Bytes that fit at once where `poll` finds any room."""
+"""Bytes that can be written at once when `poll` reports room."""
 _PATIENCE_SECONDS = 5.0
+"""Time to wait for room if the work continues without its output."""
 _PAUSE_SECONDS = 0.02
+"""Pause before a full terminal is tried again."""
 
 
 class _Raw(io.FileIO):
@@ -26,23 +28,24 @@ class _Raw(io.FileIO):
     def __init__(self, descriptor: int):
         super().__init__(descriptor, "w", closefd=False)
         self._terminal = _opened_again(descriptor)
-        """A way to the terminal of our own that never waits: a terminal has room for one letter and waits for room for
-        the next, and to make the descriptor itself non-blocking would make it so for all who share it."""
+        """A separate non-blocking descriptor of the terminal. A blocking write may stop after part of the text, and
+        making the shared descriptor non-blocking would affect all processes that share it."""
         self.lost: OSError | None = None
-        """Why something was not written."""
+        """Error by which output was lost."""
         self.outlived = False
-        """Whether the work goes on without this output: then it is waited for only so long."""
+        """True if the work continues without this output, so that waiting for a reader is limited."""
         self._stuck = False
 
     def write(self, data: Any) -> int:
-        left = memoryview(data).cast("B")
-        size = len(left)
+        """Writes as much as possible, drops the rest, and reports all as written."""
+        pending = memoryview(data).cast("B")
+        size = len(pending)
         try:
             patience = 0.0 if self._stuck else _PATIENCE_SECONDS
             waiting_since = time.monotonic()
-            while left and self._has_room(patience):
-                done = self._put(left[:_CHUNK])
-                left = left[done:]
+            while pending and self._has_room(patience):
+                done = self._put(pending[:_CHUNK])
+                pending = pending[done:]
                 if done:
                     waiting_since = time.monotonic()
                 elif self.outlived and time.monotonic() - waiting_since > patience:
@@ -61,9 +64,9 @@ class _Raw(io.FileIO):
         super().close()
 
     def _put(self, data: memoryview) -> int:
-        """How many bytes were taken: fewer or none where there is room for fewer."""
+        """Writes some bytes. Returns their number, which is smaller than `data` if there is less room."""
         if self._terminal is None:
-            return super().write(data) or 0  # nothing where somebody has made the descriptor non-blocking
+            return super().write(data) or 0  # None if another process has made the descriptor non-blocking
         try:
             return os.write(self._terminal, data)
         except BlockingIOError:
@@ -71,7 +74,8 @@ class _Raw(io.FileIO):
             return 0
 
     def _has_room(self, patience: float) -> bool:
-        """Waits for room: as long as it takes, or once for a few seconds and then no more until there is some."""
+        """Waits for room, without a limit; if the output is outlived, for `patience` seconds. Returns True if there is
+        room."""
         poll = select.poll()
         poll.register(self.fileno(), select.POLLOUT)
         ready = bool(poll.poll(1000 * patience if self.outlived else None))
@@ -80,7 +84,7 @@ class _Raw(io.FileIO):
 
 
 def _opened_again(descriptor: int) -> int | None:
-    """The terminal at a descriptor, opened without waiting; None where there is none, or none that has a name here."""
+    """Opens the terminal of a descriptor again, non-blocking. Returns None if there is none, or it has no name here."""
     try:
         return os.open(os.ttyname(descriptor), os.O_WRONLY | os.O_NOCTTY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
@@ -88,9 +92,9 @@ def _opened_again(descriptor: int) -> int | None:
 
 
 def guard() -> None:
-    """Makes stdout and stderr such streams, also where this process was started without them.
+    """Replaces stdout and stderr by robust streams, also if this process was started without them.
 
-    Descriptors that are closed lead to /dev/null from now on, or the next file that is opened would be one of them.
+    Closed standard descriptors are opened on /dev/null, or else the next file that is opened would get their number.
     """
     for descriptor in range(3):
         try:
@@ -101,14 +105,14 @@ def guard() -> None:
             os.set_inheritable(descriptor, True)
     for name, descriptor in (("stdout", 1), ("stderr", 2)):
         stream = getattr(sys, name)
-        if stream is None:  # its descriptor may have become another file's meanwhile
+        if stream is None:  # its descriptor may belong to another file by now
             setattr(sys, name, guarded(None, os.open(os.devnull, os.O_WRONLY)))
         elif type(stream) is io.TextIOWrapper and stream.fileno() == descriptor:
             setattr(sys, name, guarded(stream, descriptor))
 
 
 def guarded(like: TextIO | None, descriptor: int, *, line_buffering: bool = False) -> TextIO:
-    """A text stream on `descriptor` that never fails, otherwise as the one that it takes the place of."""
+    """Returns a text stream on `descriptor` that never fails, otherwise like the stream `like` that it replaces."""
     raw = _Raw(descriptor)
     before = _raw(like)
     raw.outlived = before is not None and before.outlived
@@ -116,13 +120,13 @@ def guarded(like: TextIO | None, descriptor: int, *, line_buffering: bool = Fals
     return io.TextIOWrapper(
         io.BufferedWriter(raw),
         encoding="utf-8" if like is None else like.encoding,
-        errors="replace",  # a terminal that lacks an arrow is no reason to fail
+        errors="replace",  # a character that the terminal lacks must not fail
         line_buffering=bool(by_line),
     )
 
 
 def outlive_output() -> None:
-    """For commands whose work is not their output: they wait no longer than a few seconds for whoever reads it."""
+    """Limits the time to wait for a reader of stdout and stderr. For commands whose work is not their output."""
     for stream in (sys.stdout, sys.stderr):
         raw = _raw(stream)
         if raw is not None:
@@ -130,9 +134,9 @@ def outlive_output() -> None:
 
 
 def checked(code: int) -> int:
-    """The exit code of a command that ends with `code`: an error if its output is its result and was lost.
+    """Returns the exit code of a command that ends with `code`: an error if its result was its output, and was lost.
 
-    A reader that has gone has seen enough.
+    A reader that has exited is no error.
     """
     raw = _raw(sys.stdout)
     if raw is None:
@@ -150,7 +154,7 @@ def _raw(stream: TextIO | None) -> _Raw | None:
 
 
 def progress(name: str) -> None:
-    """Shows on a terminal what is being worked on, in place of what was shown before; empty clears it."""
+    """Shows on a terminal what is being worked on, replacing the previous name; an empty one clears it."""
     if sys.stderr.isatty():
         width = shutil.get_terminal_size().columns - 1
         print(f"\r{name[:width]:<{width}}\r", end="", file=sys.stderr, flush=True)

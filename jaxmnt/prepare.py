@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jaxmnt.commands import HERE, Parser, path_argument, run_command
+from jaxmnt.commands import LOCAL_EXIT_CODES, Parser, path_argument, run_command
 from jaxmnt.distributed.container import cores
 from jaxmnt.errors import ConfigError, ExitCode, counted, listed, printable
 from jaxmnt.storage import read_all
@@ -199,7 +199,7 @@ def _settings(options: argparse.Namespace) -> "Settings":
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
-    codes = HERE | {ExitCode.STOPPED: "interrupted: the same command goes on from there"}
+    codes = LOCAL_EXIT_CODES | {ExitCode.STOPPED: "interrupted: the same command goes on from there"}
     parser = Parser("python -m jaxmnt.prepare", description=__doc__, codes=codes, epilog=_EPILOG)
     add, several = parser.add_argument, partial(parser.add_argument, action="extend")
     several("--input", nargs="+", type=Path, required=True, metavar="PATH", help="files, or folders of them")

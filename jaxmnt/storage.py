@@ -1,8 +1,8 @@
-"""Where checkpoints are: a folder, or an address in Google Cloud Storage with as much of `pathlib` as is used here.
+"""Storage of checkpoints: a folder, or an address in Google Cloud Storage with the part of `pathlib` that is used here.
 
-What differs between the two is below as functions. An object appears whole or not at all and can be made only if there
-is none, as a file can; but there are no directories to rename, so a tree is copied and what was copied is deleted.
-What fails of it is an `UnreachableError`, or FileNotFoundError and FileExistsError as of files.
+The functions below hide the differences between the two. An object appears whole or not at all, and can be created only
+if it does not exist, like a file; but there are no directories to rename, so a tree is copied and the original deleted.
+Failures of the bucket raise `UnreachableError`, or FileNotFoundError and FileExistsError as for files.
 """
 
 import errno
@@ -28,10 +28,10 @@ _CONNECTIONS = 10
 
 
 class UnreachableError(OSError, UserError):
-    """The bucket is not there, refuses access or does not answer. Only the last may pass by itself."""
+    """The bucket does not exist, refuses access or does not answer. Only the last may be temporary."""
 
-    def __init__(self, number: int, words: str, where: str):
-        super().__init__(number, words, where)
+    def __init__(self, number: int, problem: str, where: str):
+        super().__init__(number, problem, where)
         self.exit_code = ExitCode.FAILURE if number == errno.EIO else ExitCode.CONFIG
 
     def __str__(self) -> str:
@@ -40,7 +40,7 @@ class UnreachableError(OSError, UserError):
 
 @dataclass(frozen=True, order=True)
 class Address:
-    """gs://BUCKET/PATH: an object, or what begins with it like a directory."""
+    """gs://BUCKET/PATH: an object, or the prefix of objects, which acts as a directory."""
 
     url: str
 
@@ -68,37 +68,37 @@ class Address:
         return self.is_file() or self.is_dir()
 
     def is_file(self) -> bool:
-        with _in_words(self):
+        with _storage_errors(self):
             return bool(self._blob().exists())
 
     def is_dir(self) -> bool:
-        with _in_words(self):
+        with _storage_errors(self):
             return (
                 next(iter(_client().list_blobs(self._bucket, prefix=f"{self._key}/", max_results=1)), None) is not None
             )
 
     def iterdir(self) -> Iterator["Address"]:
-        """What is directly below it, in order."""
-        with _in_words(self):
+        """Returns the direct children, sorted."""
+        with _storage_errors(self):
             listing = _client().list_blobs(self._bucket, prefix=f"{self._key}/", delimiter="/")
             objects = [blob.name for blob in listing]
-            found = {key.rstrip("/") for key in [*objects, *listing.prefixes]} - {self._key}
-        return iter(sorted(Address(f"{SCHEME}{self._bucket}/{key}") for key in found))
+            keys = {key.rstrip("/") for key in [*objects, *listing.prefixes]} - {self._key}
+        return iter(sorted(Address(f"{SCHEME}{self._bucket}/{key}") for key in keys))
 
     def read_bytes(self) -> bytes:
-        with _in_words(self):
+        with _storage_errors(self):
             return bytes(self._blob().download_as_bytes())
 
     def write_bytes(self, content: bytes) -> None:
-        with _in_words(self):
+        with _storage_errors(self):
             self._blob().upload_from_string(content, content_type="application/octet-stream")
 
     def unlink(self, missing_ok: bool = False) -> None:
-        with suppress(*([FileNotFoundError] if missing_ok else [])), _in_words(self):
+        with suppress(*([FileNotFoundError] if missing_ok else [])), _storage_errors(self):
             self._blob().delete()
 
     def mkdir(self, parents: bool = False, exist_ok: bool = False) -> None:
-        """There is nothing to make."""
+        """Does nothing: a bucket has no directories."""
 
     @property
     def _bucket(self) -> str:
@@ -112,7 +112,7 @@ class Address:
         return _client().bucket(self._bucket).blob(self._key)
 
     def _blobs(self) -> list[Any]:
-        """All objects below it."""
+        """Returns all objects below this address."""
         return list(_client().list_blobs(self._bucket, prefix=f"{self._key}/"))
 
 
@@ -120,17 +120,18 @@ StoragePath = Path | Address
 
 
 def storage_path(text: str) -> StoragePath:
-    """A folder or gs:// address. Raises `ConfigError` if it is neither, and if the libraries are not installed."""
-    if trouble := wrong_with_path(text):
-        raise ConfigError(f"{text} {trouble}")
+    """Returns the path of a folder or gs:// address. Raises `ConfigError` if it is neither, or if the libraries for
+    gs:// are not installed."""
+    if problem := path_problem(text):
+        raise ConfigError(f"{text} {problem}")
     if not text.startswith(SCHEME):
         return Path(text)
     _client()
     return Address(text.rstrip("/"))
 
 
-def wrong_with_path(text: str) -> str | None:
-    """Why a text cannot name a place, in words, or None."""
+def path_problem(text: str) -> str | None:
+    """Returns a phrase that says why a text is not a storage path, or None if it is one."""
     if not text.startswith(SCHEME):
         return "is neither a folder nor a gs:// address; give one of these" if "://" in text else None
     bucket, _, path = text.removeprefix(SCHEME).rstrip("/").partition("/")
@@ -138,52 +139,53 @@ def wrong_with_path(text: str) -> str | None:
 
 
 def url(path: StoragePath) -> str:
-    """As TensorStore wants it."""
+    """Returns the path in TensorStore's form."""
     return f"file://{quote(str(path.absolute()))}" if isinstance(path, Path) else f"{SCHEME}{quote(path.url[5:])}"
 
 
 def is_link(path: StoragePath) -> bool:
-    """Whether it leads elsewhere. What is there is somebody's own: read, and never written or removed."""
+    """Returns True for a symbolic link. Data behind a link may be read, but is never modified."""
     return isinstance(path, Path) and path.is_symlink()
 
 
 def is_there(path: StoragePath) -> bool:
-    """Whether something has this name, be it a link that leads nowhere."""
+    """Returns True if there is anything at this path, even a broken link."""
     return is_link(path) or path.exists()
 
 
 def first_free(path: StoragePath, suffixes: Iterable[str]) -> StoragePath:
-    """The path with the first of these suffixes under which nothing is."""
+    """Returns the path with the first of these suffixes for which nothing exists."""
     return next(free for suffix in suffixes if not is_there(free := path.with_name(f"{path.name}{suffix}")))
 
 
 def files(path: StoragePath) -> dict[str, int]:
-    """Bytes of all files below it, by relative name, in order; empty if it is not there. Links are not followed."""
+    """Returns the bytes of all files below a path, by relative name, sorted; empty if the path does not exist. Links
+    are not followed."""
     if isinstance(path, Path):
         return dict(sorted(_sizes(path)))
-    with _in_words(path):
+    with _storage_errors(path):
         prefix = f"{path._key}/"
         return {blob.name.removeprefix(prefix): blob.size for blob in path._blobs() if not blob.name.endswith("/")}
 
 
 def sizes(path: StoragePath, names: Iterable[str]) -> dict[str, int]:
-    """Bytes of those of these files below it that are there, through links, too."""
+    """Returns the bytes of those of these files below a path that exist. Links are followed."""
     if not isinstance(path, Path):
-        present = files(path)
-        return {name: present[name] for name in names if name in present}
-    found = {}
+        all_sizes = files(path)
+        return {name: all_sizes[name] for name in names if name in all_sizes}
+    present = {}
     for name in names:
         with suppress(FileNotFoundError, NotADirectoryError):
-            found[name] = (path / name).stat().st_size
-    return found
+            present[name] = (path / name).stat().st_size
+    return present
 
 
 NO_FILE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EINVAL, errno.ELOOP, errno.ENAMETOOLONG)
-"""What is wrong with what is there, or has just gone, whoever looks. Other trouble says nothing about it."""
+"""Error numbers that mean the file itself is missing or unusable. Others, such as I/O errors, say nothing about it."""
 
 
 def read(path: StoragePath) -> bytes:
-    """What is in a file. Raises `OSError` with its name, also for a pipe or the like, which would never end."""
+    """Returns the content of a file. Raises `OSError` with its name, also for a pipe or the like, which could block."""
     if isinstance(path, Address):
         return path.read_bytes()
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
@@ -200,7 +202,7 @@ def read(path: StoragePath) -> bytes:
 
 
 def read_all(path: StoragePath, names: Iterable[str]) -> dict[str, bytes]:
-    """The contents of small files below it; from an address, many at a time."""
+    """Returns the contents of small files below a path; from an address, reads several at a time."""
     if isinstance(path, Path):
         return {name: read(path / name) for name in names}
     with ThreadPoolExecutor(_CONNECTIONS) as pool:
@@ -210,32 +212,32 @@ def read_all(path: StoragePath, names: Iterable[str]) -> dict[str, bytes]:
 def _sizes(path: Path) -> Iterator[tuple[str, int]]:
     def refuse(error: OSError) -> None:
         if not isinstance(error, FileNotFoundError):
-            raise error  # what cannot be looked at is not missing
+            raise error  # a folder that cannot be listed is not missing
 
     for folder, _, names in os.walk(path, onerror=refuse):
         for name in names:
             file = Path(folder, name)
-            with suppress(FileNotFoundError):  # removed just now, as all of the step will be
+            with suppress(FileNotFoundError):  # another process is removing the checkpoint
                 yield str(file.relative_to(path)), file.lstat().st_size
 
 
 def json_digest(tree: Any) -> str:
-    """SHA-256 of a tree of plain values, whatever the order of its keys."""
+    """Returns the SHA-256 of a tree of plain values, which does not depend on the order of keys."""
     return hashlib.sha256(json.dumps(tree, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def publish(path: StoragePath, text: str) -> None:
-    """Writes a file whole or not at all."""
+    """Writes a text file whole or not at all."""
     publish_bytes(path, text.encode())
 
 
 def publish_bytes(path: StoragePath, content: bytes) -> None:
-    """Like `publish`."""
+    """Writes a file whole or not at all."""
     if isinstance(path, Address):
         return path.write_bytes(content)
-    temporary = path.with_name(f".{path.name}.tmp")  # always the same, so that kills leave no more than one
+    temporary = path.with_name(f".{path.name}.tmp")  # a fixed name, so that kills leave at most one such file
     temporary.unlink(missing_ok=True)
-    # A new file, so never through a link.
+    # A new file is never written through a link.
     write_new(temporary, content)
     try:
         temporary.replace(path)
@@ -245,9 +247,9 @@ def publish_bytes(path: StoragePath, content: bytes) -> None:
 
 
 def write_new(path: Path, content: bytes, mode: int = 0o666) -> None:
-    """Writes a file that is not there yet, down to the disk. What could not be written whole is removed.
+    """Creates a file and flushes it to disk. A file that could not be written whole is removed again.
 
-    Raises `OSError` with the file's name, and FileExistsError if there is one.
+    Raises `OSError` with the file's name, and FileExistsError if the file exists.
     """
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     try:
@@ -264,10 +266,10 @@ def write_new(path: Path, content: bytes, mode: int = 0o666) -> None:
 
 
 def create(path: StoragePath, text: str) -> bool:
-    """Makes a file with this text; False if there is one already."""
+    """Creates a file with this text. Returns False if it exists already."""
     try:
         if isinstance(path, Address):
-            with _in_words(path):
+            with _storage_errors(path):
                 path._blob().upload_from_string(text.encode(), if_generation_match=0)
         else:
             write_new(path, text.encode())
@@ -277,22 +279,24 @@ def create(path: StoragePath, text: str) -> bool:
 
 
 def remove_if(path: StoragePath, text: str) -> bool:
-    """Removes a file that holds just this text; never one that somebody else has put there meanwhile."""
-    wanted = text.encode(errors="surrogateescape")
+    """Removes a file if it holds exactly this text, and never one that another process has put there meanwhile. Returns
+    True if it has removed the file."""
+    content = text.encode(errors="surrogateescape")
     with suppress(FileNotFoundError, FileExistsError):
         if isinstance(path, Address):
-            with _in_words(path):
+            with _storage_errors(path):
                 blob = path._blob()
                 blob.reload()
-                if blob.download_as_bytes(if_generation_match=blob.generation) != wanted:
+                if blob.download_as_bytes(if_generation_match=blob.generation) != content:
                     return False
                 blob.delete(if_generation_match=blob.generation)
                 return True
-        if read(path) != wanted:
+        if read(path) != content:
             return False
+        # Moved aside and read again: the file may have been replaced since.
         aside = path.with_name(f".{path.name}.{os.urandom(4).hex()}")
         path.rename(aside)
-        if aside.read_bytes() == wanted:
+        if aside.read_bytes() == content:
             aside.unlink()
             return True
         with suppress(FileExistsError):
@@ -302,7 +306,7 @@ def remove_if(path: StoragePath, text: str) -> bool:
 
 
 def move(path: StoragePath, target: StoragePath) -> None:
-    """Renames a file or a tree. Cut off half-way, an address has both: the old one whole, or the new one."""
+    """Renames a file or a tree. If it is interrupted at an address, both may exist, and one of them is complete."""
     if isinstance(path, Path):
         assert isinstance(target, Path)
         path.rename(target)
@@ -313,22 +317,22 @@ def move(path: StoragePath, target: StoragePath) -> None:
     bucket = _client().bucket(target._bucket)
 
     def copy(blob: Any) -> None:
-        made, token = bucket.blob(target._key + blob.name.removeprefix(path._key)), ""
-        with suppress(PreconditionFailed):  # it is there: the answer to an earlier try was lost
+        new_blob, token = bucket.blob(target._key + blob.name.removeprefix(path._key)), ""
+        with suppress(PreconditionFailed):  # it exists: the answer to an earlier request was lost
             while token is not None:
-                token, *_ = made.rewrite(blob, token=token or None, if_generation_match=0)
+                token, *_ = new_blob.rewrite(blob, token=token or None, if_generation_match=0)
 
-    with _in_words(path):
+    with _storage_errors(path):
         blobs = [*path._blobs(), *([path._blob()] if path.is_file() else [])]
-        _each(copy, blobs)
-        _each(_delete, blobs)
+        _for_each(copy, blobs)
+        _for_each(_delete, blobs)
 
 
 def remove(path: StoragePath) -> None:
-    """Removes a tree, which need not be there. Raises `OSError` for a link: nothing is removed through one."""
+    """Removes a tree if it exists. Raises `OSError` for a link: nothing is removed through a link."""
     if isinstance(path, Address):
-        with _in_words(path):
-            _each(_delete, path._blobs())
+        with _storage_errors(path):
+            _for_each(_delete, path._blobs())
     elif is_there(path):
         if path.resolve() != path.parent.resolve() / path.name:
             raise OSError(errno.ELOOP, "it is a link, and nothing is removed through one", str(path))
@@ -338,11 +342,12 @@ def remove(path: StoragePath) -> None:
 def _delete(blob: Any) -> None:
     from google.api_core.exceptions import NotFound
 
-    with suppress(NotFound):  # the answer to an earlier try was lost
+    with suppress(NotFound):  # it is gone: the answer to an earlier request was lost
         blob.delete()
 
 
-def _each(action: Callable[[Any], None], blobs: list[Any]) -> None:
+def _for_each(action: Callable[[Any], None], blobs: list[Any]) -> None:
+    """Calls `action` for all blobs, several at a time."""
     with ThreadPoolExecutor(_CONNECTIONS) as pool:
         list(pool.map(action, blobs))
 
@@ -353,34 +358,36 @@ def _client() -> Any:
         import fsspec.config
         from google.cloud import storage
 
-        import_module("gcsfs")  # Orbax writes its own files through it
+        import_module("gcsfs")  # Orbax writes its own files with it
     except ImportError as error:
         raise ConfigError(f"gs:// needs {error.name}, which is not installed; {how_to_install('gs')}") from error
-    # It would not see what other processes, or TensorStore in this one, have written since.
+    # With the cache, fsspec would not see files that other processes, or TensorStore, have written since.
     fsspec.config.conf.setdefault("gcs", {})["use_listings_cache"] = False
-    with _in_words("gs://"):
+    with _storage_errors("gs://"):
         return storage.Client(project=None)
 
 
 @contextmanager
-def _in_words(where: object) -> Iterator[None]:
+def _storage_errors(where: object) -> Iterator[None]:
+    """Converts exceptions of the client library to `UnreachableError`, FileNotFoundError and FileExistsError."""
     from google.api_core import exceptions as api
     from google.auth.exceptions import GoogleAuthError
     from google.cloud.storage.exceptions import DataCorruption, InvalidResponse
     from requests.exceptions import RequestException
 
-    def trouble(number: int, words: str, error: Exception) -> UnreachableError:
-        return UnreachableError(number, f"{words}{str(error).strip().splitlines()[0][:200].rstrip('.')}", str(where))
+    def unreachable(number: int, problem: str, error: Exception) -> UnreachableError:
+        detail = str(error).strip().splitlines()[0][:200].rstrip(".")
+        return UnreachableError(number, f"{problem}{detail}", str(where))
 
     try:
         yield
     except api.NotFound as error:
         if "bucket does not exist" in str(error):
-            raise trouble(errno.ENOENT, "there is no such bucket: ", error) from error
+            raise unreachable(errno.ENOENT, "there is no such bucket: ", error) from error
         raise FileNotFoundError(errno.ENOENT, "there is no such object", str(where)) from error
     except api.PreconditionFailed as error:
         raise FileExistsError(errno.EEXIST, "somebody else wrote it", str(where)) from error
     except (api.Forbidden, api.Unauthorized, GoogleAuthError) as error:
-        raise trouble(errno.EACCES, "Google Cloud Storage refuses access: ", error) from error
+        raise unreachable(errno.EACCES, "Google Cloud Storage refuses access: ", error) from error
     except (api.GoogleAPIError, RequestException, DataCorruption, InvalidResponse) as error:
-        raise trouble(errno.EIO, "Google Cloud Storage does not answer as it should: ", error) from error
+        raise unreachable(errno.EIO, "Google Cloud Storage does not answer as it should: ", error) from error

@@ -1,6 +1,6 @@
 """python -m jaxmnt.train --config FILE [key=value …]
 
-Trains a language model, from the start or from where it stopped. One such process runs on each host.
+Trains a language model, from the beginning or from the newest checkpoint. One such process runs on each host.
 """
 
 from jaxmnt import early_signals
@@ -57,9 +57,9 @@ def main(arguments: list[str]) -> int:
 def meet_and_train(
     config: Config, options: Namespace, identity: Identity, exit_handler: "ExitHandler", clock: StartClock, work: Work
 ) -> int:
-    """Joins the other processes of the run and trains with them, or takes steps again for `--replay`.
+    """Joins the other processes of the run and trains with them, or repeats steps for `--replay`.
 
-    What `work` shows ends where the run has a status line.
+    The display of `work` ends when the run has its own status line.
     """
     from jaxmnt.distributed.heartbeat import ending_on_exceptions_in_threads
     from jaxmnt.distributed.process_group import joined
@@ -70,13 +70,13 @@ def meet_and_train(
     from jaxmnt.run.preemption import stop_request
 
     early_exit = EarlyExit(identity, exit_handler)
-    with ExitStack() as held:
-        held.callback(work.does, "")
-        held.enter_context(exit_handler.with_hook(lambda _: work.does("")))
-        notes = held.enter_context(FailedStartRecorder(config, identity, exit_handler))
+    with ExitStack() as stack:
+        stack.callback(work.does, "")
+        stack.enter_context(exit_handler.with_hook(lambda _: work.does("")))
+        notes = stack.enter_context(FailedStartRecorder(config, identity, exit_handler))
         if options.replay is not None:
-            notes.run_opened()  # the events are those of the run, not of who takes its steps again
-        stop = held.enter_context(
+            notes.run_opened()  # the events belong to the run, and a replay must not add to them
+        stop = stack.enter_context(
             stop_request(
                 config,
                 identity,
@@ -85,22 +85,22 @@ def meet_and_train(
                 beside=options.replay is not None,
             )
         )
-        # All that training needs is imported here, so that it is not part of meeting the others.
+        # Training is imported before the rendezvous, so that the import does not count as waiting for the others.
         from jaxmnt.run.replay import replay
         from jaxmnt.run.resume import ResumeFlags
         from jaxmnt.run.values import run_process
         from jaxmnt.run.whole import train_in
 
         clock.lap("import")
-        heartbeat = held.enter_context(
+        heartbeat = stack.enter_context(
             joined(identity, config, exit_handler, lambda: digest_of_data(config), early_exit)
         )
-        held.enter_context(ending_on_exceptions_in_threads(heartbeat))
+        stack.enter_context(ending_on_exceptions_in_threads(heartbeat))
         clock.lap("rendezvous")
         check_hosts(config, identity, heartbeat.clock)
         clock.lap("preflight")
         work.does("")
-        process = held.enter_context(run_process(config, identity, heartbeat, clock, stop))
+        process = stack.enter_context(run_process(config, identity, heartbeat, clock, stop))
         if options.replay is not None:
             return replay(process, *options.replay)
         return train_in(process, ResumeFlags(options.accept_changes, options.fresh), notes.run_opened)
@@ -109,10 +109,10 @@ def meet_and_train(
 def train(
     config: Config, devices: "Sequence[jax.Device] | None" = None, *, accept_changes: bool = False, fresh: bool = False
 ) -> int:
-    """Trains as `config` says in this process, on `devices` (default: all), and returns an exit code.
+    """Trains by `config` in this process, on `devices` (default: all), and returns an exit code.
 
-    `accept_changes` lets a run go on although its config now gives other numbers; `fresh` sets the run that is there
-    aside and begins a new one.
+    `accept_changes` resumes a run although its config now changes the numerics; `fresh` sets the existing run aside and
+    begins a new one.
     """
     from jaxmnt.run.resume import ResumeFlags
     from jaxmnt.run.values import run_process
@@ -123,13 +123,13 @@ def train(
 
 
 class _Callable(ModuleType):
-    """`jaxmnt.train` is this module, and with the same name the function of the public interface."""
+    """Makes this module callable: `jaxmnt.train` is both the module and the function of the public API."""
 
     def __call__(self, config: Config, *, accept_changes: bool = False, fresh: bool = False) -> int:
         """Trains in this process, on all its devices, and returns an exit code: 0 finished, 75 stopped early.
 
-        Goes on with the run in `run.dir` if there is one; the arguments are those of the command. Raises `ConfigError`
-        for a config that cannot work, and other `UserError`s for what goes wrong.
+        Resumes the run in `run.dir` if there is one; the arguments are those of the command. Raises `ConfigError` for
+        a config that cannot work, and other `UserError`s for other failures.
         """
         return train(config, accept_changes=accept_changes, fresh=fresh)
 

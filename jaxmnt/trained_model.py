@@ -1,4 +1,4 @@
-"""A checkpoint's model on the devices here, with its tokenizer: what generate, score and lm_eval have in common."""
+"""Loads a checkpoint's model onto local devices, with its tokenizer, for generate, score and lm_eval."""
 
 import argparse
 import functools
@@ -33,26 +33,27 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What turns text into a run's tokens and back."""
+    """Converts text to a run's tokens and back."""
 
     tokenizer: "Tokenizer"
     size: int
-    """How many ids the model knows."""
+    """Number of ids that the model has."""
     start: list[int]
-    """What stands before a text."""
+    """Ids that precede a text."""
     end: int | None
-    """What ends a document; it stands before a text that is empty."""
+    """Id that ends a document. It also precedes an empty text if `start` is empty."""
     ends: frozenset[int]
-    """Ids that end what is generated."""
+    """Ids that end generation."""
 
     def encode(self, text: str, *, markup: bool = False, begins: bool = True, where: str = "--prompt") -> list[int]:
-        """Returns the ids of a text without a start.
+        """Returns the ids of a text, without `start`.
 
-        `markup` says that names of special tokens stand for them, and `begins` that no text stands before this one.
+        With `markup`, names of special tokens are encoded as these tokens. `begins` means that no other text precedes
+        this one.
         """
         from jaxmnt.data.tokenizer import Form
 
-        text = text.encode("utf-8", errors="replace").decode()  # what a terminal hands over need not be text
+        text = text.encode("utf-8", errors="replace").decode()  # an argument from the terminal may be invalid UTF-8
         ids: list[int] = self.tokenizer.encode_batch([text], Form(markup, begins))[0].tolist()
         if ids and max(ids) >= self.size:
             raise ConfigError(
@@ -61,22 +62,22 @@ class Vocabulary:
             )
         return ids
 
-    def begun(self, ids: list[int]) -> list[int]:
-        """The ids of a text with what stands before it; empty only if nothing can."""
+    def with_start(self, ids: list[int]) -> list[int]:
+        """Returns the ids of a text with the ids that precede it; empty only if the text is, and there are none."""
         return self.start + ids or ([] if self.end is None else [self.end])
 
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """A model that can be called. Its programs are compiled once for all batches of like sizes."""
+    """A model that can be called. Its programs are compiled once for all batches of similar sizes."""
 
     spec: "StepSpec"
     generator: "Generator"
     weights: Any
-    """Parameters and buffers, as the generator takes them."""
+    """Parameters and buffers, in the form that the generator takes."""
     vocabulary: Vocabulary
     window: int
-    """The longest text that it was trained for, in tokens."""
+    """Tokens of the longest text that the model was trained on."""
 
     @functools.cached_property
     def row_scores(self) -> Any:
@@ -89,8 +90,8 @@ class TrainedModel:
 
 
 @dataclass(frozen=True)
-class Named:
-    """What a command line names: a checkpoint, what came with its model, and its vocabulary."""
+class SelectedModel:
+    """The model that a command line names: a checkpoint, the files that came with its model, and its vocabulary."""
 
     checkpoint: "Committed"
     config: "Config"
@@ -99,26 +100,26 @@ class Named:
 
     @property
     def window(self) -> int:
-        """The longest text that it was trained for, in tokens."""
+        """Tokens of the longest text that the model was trained on."""
         return self.config.data.sequence_length
 
     def load(self, overrides: Sequence[str]) -> TrainedModel:
-        """The model on the mesh that `overrides` say, of this process's devices."""
+        """Loads the model onto this process's devices, with the mesh of `overrides`."""
         import jax
 
         from jaxmnt.training.inference import Generator
 
         devices = jax.local_devices()
         mesh = _mesh(self.config, overrides, len(devices))
-        spec, state = restored(self.checkpoint, self.config, self.vocabulary.size, mesh, devices)
+        spec, state = restore_model(self.checkpoint, self.config, self.vocabulary.size, mesh, devices)
         generator = Generator(spec)
         weights = generator.place(state.pop("params"), state.pop("buffers", {}))
         return TrainedModel(spec, generator, weights, self.vocabulary, self.window)
 
-    def rendered(
+    def render_chat(
         self, messages: Any, where: str, begins_turn: bool = True, variables: Mapping[str, Any] | None = None
     ) -> str:
-        """Returns the text of a conversation by the chat template of the model, which reads these `variables`, too."""
+        """Returns the text of a conversation by the chat template of the model, with these additional `variables`."""
         from jaxmnt.data.chat_template import chat_template, reads, render, special_tokens
 
         template = chat_template(self.files)
@@ -135,11 +136,11 @@ class Named:
             raise ConfigError(f"{where}: {str(error).removeprefix('--chat: ')}") from error
 
 
-def restored(
+def restore_model(
     checkpoint: "Committed", config: "Config", vocab_size: int, mesh: "Mesh", devices: "Sequence[jax.Device]"
 ) -> "tuple[StepSpec, dict[str, Any]]":
-    """Returns the model of a checkpoint, for data with so many ids, on a mesh of these devices: what is static about
-    it, and its parameters and buffers."""
+    """Loads the model of a checkpoint, for data with `vocab_size` ids, onto a mesh of these devices. Returns its static
+    specification, and its state: parameters and buffers."""
     from jaxmnt.checkpoint.manifest import DamagedError
     from jaxmnt.checkpoint.restore import restore
     from jaxmnt.distributed.identity import Identity
@@ -147,9 +148,9 @@ def restored(
     from jaxmnt.training.state import abstract_state, canonical_abstract, model_state
 
     spec = inference_spec(config, vocab_size, mesh, devices)
-    wanted = model_state(canonical_abstract(spec, abstract_state(spec)))
+    target = model_state(canonical_abstract(spec, abstract_state(spec)))
     try:
-        return spec, restore(checkpoint, wanted, Identity()).state
+        return spec, restore(checkpoint, target, Identity()).state
     except DamagedError as damage:
         raise DamagedError(
             f"{checkpoint.path} is damaged: {damage}; name another step: python -m jaxmnt.checkpoint list "
@@ -158,24 +159,24 @@ def restored(
 
 
 def add_arguments(parser: Parser) -> None:
-    """What these commands take."""
+    """Adds the arguments that these commands share."""
     parser.add_argument(
-        "--run", type=path_argument, required=True, metavar="RUN[@STEP]", help="run directory, as in run.dir"
+        "--run", type=path_argument, required=True, metavar="RUN[@STEP]", help="run directory (run.dir)"
     )
     parser.add_argument(
         "--tokenizer",
         type=path_argument,
         metavar="PATH",
-        help="of a run on token arrays: bytes, or the tokenizer.json that made them",
+        help="tokenizer of a run on token arrays: bytes, or the tokenizer.json that made them",
     )
-    parser.add_argument("--batch", type=int, default=8, metavar="N", help="rows at a time (8)")
+    parser.add_argument("--batch", type=int, default=8, metavar="N", help="rows in a batch (8)")
     parser.add_argument(
-        "overrides", nargs="*", metavar="mesh.AXIS=N", help="mesh of the devices here; default: all on mesh.model"
+        "overrides", nargs="*", metavar="mesh.AXIS=N", help="mesh of the local devices; default: all on mesh.model"
     )
 
 
-def find_model(run: str, tokenizer: str | None) -> Named:
-    """What `--run` and `--tokenizer` name. Raises `ConfigError` if a checkpoint or its vocabulary is not to be had."""
+def find_model(run: str, tokenizer: str | None) -> SelectedModel:
+    """Finds the model of `--run` and `--tokenizer`. Raises `ConfigError` if its checkpoint or vocabulary is missing."""
     from jaxmnt.distributed.local_gpus import default_to_cpu
 
     default_to_cpu(os.environ)  # before what imports JAX
@@ -184,46 +185,46 @@ def find_model(run: str, tokenizer: str | None) -> Named:
 
     checkpoint = find(run, "--run")
     files = companions.read_run_files(roots_of(run, checkpoint))
-    return Named(checkpoint, checkpoint.config, files, _vocabulary(run, tokenizer, checkpoint, files))
+    return SelectedModel(checkpoint, checkpoint.config, files, _vocabulary(run, tokenizer, checkpoint, files))
 
 
 def _vocabulary(run: str, tokenizer: str | None, checkpoint: "Committed", files: dict[str, bytes]) -> Vocabulary:
-    """`files` are what came with the model, if it came from Hugging Face: what starts a text there and what ends it,
-    too."""
+    """Returns the vocabulary of a run. `files` came with the model if it is from Hugging Face, and may name tokens that
+    end a text."""
     from jaxmnt.data.tokenizer import HuggingFace
 
-    found, known, end = _tokenizer(run, tokenizer, checkpoint)
-    of_model = checkpoint.config.model.vocab_size
-    assert of_model is not None
-    size = min(known, of_model)  # a vocabulary may have more than a model, as Gemma 3's
+    opened, tokenizer_size, end = _tokenizer(run, tokenizer, checkpoint)
+    model_size = checkpoint.config.model.vocab_size
+    assert model_size is not None
+    size = min(tokenizer_size, model_size)  # a tokenizer may have more ids than the model, as for Gemma 3
     start = [] if end is None else [end]
     ends = {*start, *(id for id in _ends_of(files) if id < size)}
-    # As long as it has not been trained further, a text begins as the model knows it from elsewhere.
-    if files and checkpoint.manifest.tokens == 0 and isinstance(found, HuggingFace):
-        start = found.start
-    return Vocabulary(found, size, start, end, frozenset(ends))
+    # An imported model that was not trained further expects the beginning of a text that its own tokenizer adds.
+    if files and checkpoint.manifest.tokens == 0 and isinstance(opened, HuggingFace):
+        start = opened.start
+    return Vocabulary(opened, size, start, end, frozenset(ends))
 
 
 class Refused(NamedTuple):
-    """A line of JSON that cannot be used, and why."""
+    """A JSON line that cannot be used, with the reason."""
 
     record: dict[str, Any]
-    """What the line says; empty if it is no object."""
+    """The object of the line; empty if it is not an object."""
     error: str
 
     def to_json(self) -> dict[str, Any]:
-        """The line that answers it."""
+        """Returns the output line for it."""
         return self.record | {"error": self.error}
 
 
 def load_for(
-    named: Named, lines: Iterator[T], overrides: Sequence[str], work: "Work"
+    named: SelectedModel, lines: Iterator[T], overrides: Sequence[str], work: "Work"
 ) -> "tuple[TrainedModel, Iterator[T]] | None":
-    """Reads the first of the lines, and then loads the model: without a line there is nothing to load it for.
+    """Reads the first line before it loads the model, which is not needed without any line.
 
-    Returns the model and all the lines; None if there are none.
+    Returns the model and all lines; None if there are no lines.
     """
-    work.does("")  # somebody may be typing what is read now
+    work.does("")  # the user may be typing the input now
     first = next(lines, None)
     if first is None:
         return None
@@ -234,10 +235,10 @@ def load_for(
 
 
 def json_lines(path: str, use: Callable[[str, dict[str, Any]], T]) -> Iterator[T | Refused]:
-    """What `use` makes of each object in a file of JSON lines, or in standard input (-) as they come.
+    """Yields the result of `use` for each object in a file of JSON lines, or in standard input (-) as they arrive.
 
-    `use` gets the place of the line for messages. If it raises a `ConfigError` about that place, the line is refused
-    and the others come.
+    `use` gets the location of the line for messages. If it raises a `ConfigError` that begins with that location, the
+    line is refused and the others are still processed.
     """
     name = "standard input" if path == "-" else path
     try:
@@ -255,13 +256,13 @@ def _used(line: str, where: str, use: Callable[[str, dict[str, Any]], T]) -> T |
         record = _object(line, where)
         return use(where, record)
     except ConfigError as error:
-        if not str(error).startswith(where):  # it is about something else than this line
+        if not str(error).startswith(where):  # the error is not about this line
             raise
         return Refused(record, str(error))
 
 
 def exit_code_of(refused: int) -> ExitCode:
-    """The exit code of a command that has answered all lines, of which so many with an error; says so."""
+    """Returns the exit code of a command that has answered all lines, and reports how many were `refused`."""
     if not refused:
         return ExitCode.FINISHED
     remark(f"error: --input: {counted(refused, 'line was', 'lines were')} refused; each of their answers says why")
@@ -274,7 +275,7 @@ def _object(line: str, where: str) -> dict[str, Any]:
     except (json.JSONDecodeError, RecursionError) as error:
         raise ConfigError(f"{where}: this line is not JSON: {printable(str(error))}; correct it") from error
     except ValueError as error:  # Python's limit for the digits of an integer
-        raise ConfigError(f"{where}: a number in this line has too many digits; write it as text") from error
+        raise ConfigError(f"{where}: a number in this line has too many digits; write it as a string") from error
     if not isinstance(record, dict):
         raise ConfigError(f'{where}: this line must be an object, such as {{"prompt": "…"}}')
     return record
@@ -288,73 +289,79 @@ def _mesh(config: "Config", overrides: Sequence[str], devices: int) -> "Mesh":
         if not key.startswith("mesh."):
             raise ConfigError(f"{key}: only the mesh can be set here; the rest is the run's")
     if not overrides:
-        # A layer's weights stay where they are along `model`; over fsdp each token would gather all of them.
+        # Along `model` the weights of a layer stay in place; along `fsdp` each token would gather all of them.
         axis = "model" if config.model.num_heads % devices == 0 else "fsdp"
         tree = {"mesh": {axis: devices, "data": 1, "allow_split_hosts": True}}
     return parse_config(tree, "the command line").mesh
 
 
-def _tokenizer(run: str, given: str | None, checkpoint: "Committed") -> "tuple[Tokenizer, int, int | None]":
-    """What turns text into the run's tokens and back, how many ids there are, and the end of a document's."""
+def _tokenizer(run: str, argument: str | None, checkpoint: "Committed") -> "tuple[Tokenizer, int, int | None]":
+    """Returns the tokenizer of a run, its number of ids, and the id that ends a document. `argument` is --tokenizer."""
     from jaxmnt.data.manifest import NAMELESS
     from jaxmnt.data.tokenizer import HuggingFace, choose_tokenizer
 
-    known = _known(run, given, checkpoint)
-    if known is not None and known.name == "synthetic":
-        raise ConfigError("--run: it was trained on random tokens (data.synthetic), which no text stands for")
-    if known is not None and known.name != NAMELESS:
-        tokenizer = known.open()
-        if given is not None:
-            chosen = choose_tokenizer(given, known.description.get("end_token"))
-            if chosen.description != tokenizer.description:
+    recorded = _recorded_tokenizer(run, argument, checkpoint)
+    if recorded is not None and recorded.name == "synthetic":
+        raise ConfigError("--run: it was trained on random tokens (data.synthetic), which stand for no text")
+
+    # The run keeps its tokenizer.
+    if recorded is not None and recorded.name != NAMELESS:
+        tokenizer = recorded.open()
+        if argument is not None:
+            named = choose_tokenizer(argument, recorded.description.get("end_token"))
+            if named.description != tokenizer.description:
                 raise ConfigError(
-                    f"--tokenizer: {given} is not the one that the run was trained with, which it keeps; leave it out"
+                    f"--tokenizer: {argument} is not the one that the run was trained with, which it keeps; leave it "
+                    "out"
                 )
-        return tokenizer, known.vocab_size, known.end_of_document
-    if given is None:
+        return tokenizer, recorded.vocab_size, recorded.end_of_document
+
+    # The run was trained on token arrays, so only the command line can name the tokenizer.
+    if argument is None:
         raise ConfigError(
             "--tokenizer: the run was trained on token arrays whose tokenizer is not recorded; give bytes, or the "
             "path of the tokenizer.json that made them"
         )
-    named = choose_tokenizer(given)
-    if known is None:
+    named = choose_tokenizer(argument)
+    if recorded is None:
         return named, named.vocab_size, named.end_of_document
-    if isinstance(named, HuggingFace) and named.vocab_size != known.vocab_size:
+    if isinstance(named, HuggingFace) and named.vocab_size != recorded.vocab_size:
         print(
-            f"note    --tokenizer: {given} has {named.vocab_size} ids, the run's tokens {known.vocab_size}: it may not "
-            "be theirs",
+            f"note    --tokenizer: {argument} has {named.vocab_size} ids, the run's tokens {recorded.vocab_size}: it "
+            "may not be theirs",
             file=sys.stderr,
         )
-    return named, known.vocab_size, known.end_of_document
+    return named, recorded.vocab_size, recorded.end_of_document
 
 
-def _known(run: str, given: str | None, checkpoint: "Committed") -> "RunTokenizer | None":
-    """What the run keeps, or its data says; None if neither does and the command line names a tokenizer."""
+def _recorded_tokenizer(run: str, argument: str | None, checkpoint: "Committed") -> "RunTokenizer | None":
+    """Returns the tokenizer that the run or its data records; None if neither does and the command line names one."""
     from jaxmnt.checkpoint.refs import tokenizer_of
 
     try:
         return tokenizer_of(run, checkpoint)
     except ConfigError as error:
-        if given is not None:
+        if argument is not None:
             return None
         raise ConfigError(
-            f"--tokenizer: not given, and the run does not tell: {error}; name bytes or a tokenizer.json"
+            f"--tokenizer: not given, and the run does not record it: {error}; name bytes or a tokenizer.json"
         ) from error
 
 
 def _ends_of(files: dict[str, bytes]) -> set[int]:
-    """Ids that end a text or a turn by what came with a model."""
+    """Returns the ids that end a text or a turn, by the files that came with a model."""
     from jaxmnt.data.chat_template import object_in
 
-    found: set[int] = set()
+    ids: set[int] = set()
     for name in ("config.json", "generation_config.json"):
         end = object_in(files, name).get("eos_token_id")
-        found |= {one for one in (end if isinstance(end, list) else [end]) if isinstance(one, int) and one >= 0}
-    return found
+        ends = end if isinstance(end, list) else [end]
+        ids |= {id for id in ends if isinstance(id, int) and id >= 0}
+    return ids
 
 
-def size_of(options: argparse.Namespace, name: str, least: int = 1) -> int:
-    """A number of the command line. Raises `ConfigError` if it is too small."""
+def checked_size(options: argparse.Namespace, name: str, least: int = 1) -> int:
+    """Returns a number of the command line. Raises `ConfigError` if it is less than `least`."""
     value = int(getattr(options, name))
     if value < least:
         raise ConfigError(f"--{name.replace('_', '-')} takes a number from {least} up")

@@ -73,7 +73,8 @@ def test_a_run_from_before_it_kept_a_tokenizer_works_through_its_data(project, m
     for home in (run(moved), moved / "kept" / "a"):
         shutil.rmtree(home / "tokenizer")
     with pytest.raises(
-        ConfigError, match=r"--tokenizer: not given, and the run does not tell: data\.path: data is not a directory"
+        ConfigError,
+        match=r"--tokenizer: not given, and the run does not record it: data\.path: data is not a directory",
     ):
         generate.main(["--run", str(run(moved))])
     assert generate.main(["--run", str(run(moved)), "--tokenizer", "bytes"]) == ExitCode.FINISHED
@@ -267,7 +268,7 @@ def test_a_line_that_says_nothing_is_named(moved, asked, tmp_path, capsys, recor
     [
         (["--top-p", "0"], "--top-p takes a number above 0"),
         (["--top-k", "-1"], "--top-k takes a number from 0 up"),
-        (["--stop", ""], "--stop: an empty text is everywhere"),
+        (["--stop", ""], "--stop: an empty text matches everywhere"),
         (["--batch", "0"], "--batch takes a number from 1 up"),
         (["--system", "Be short."], "--system: only a conversation"),
         (["--chat"], "--chat: the run has no chat template"),
@@ -401,14 +402,16 @@ def test_a_model_from_elsewhere_begins_texts_as_its_tokenizer_does(moved, tmp_pa
     for home in (run(moved), moved / "kept" / "a"):
         write_to_run(home, RunTokenizer(HuggingFace(path, "?").description, 12, path.read_text()))
     vocabulary = lambda: find_model(str(run(moved)), None).vocabulary
-    assert vocabulary().begun([1, 2]) == [11, 1, 2]
+    assert vocabulary().with_start([1, 2]) == [11, 1, 2]
     (run(moved) / "huggingface").mkdir()
     (run(moved) / "huggingface" / "config.json").write_text("{}")
-    assert vocabulary().begun([1, 2]) == [11, 1, 2], "it was trained here"
+    assert vocabulary().with_start([1, 2]) == [11, 1, 2], "it was trained here"
     named = find_model(str(run(moved)), None)
     fresh = replace(named.checkpoint, manifest=replace(named.checkpoint.manifest, tokens=0))
     begun = _vocabulary(str(run(moved)), None, fresh, named.files)
-    assert (begun.begun([1, 2]), begun.begun([])) == ([1, 2], [11]), "this tokenizer puts nothing before a text"
+    assert (begun.with_start([1, 2]), begun.with_start([])) == ([1, 2], [11]), (
+        "this tokenizer puts nothing before a text"
+    )
     assert continuation_of(begun, "ab", "c", "here") == ScoreRequest([0, 1, 2], 2)
     assert continuation_of(begun, "", "c", "here") == ScoreRequest([11, 2], 1)
     (run(moved) / "huggingface" / "generation_config.json").write_text("[")

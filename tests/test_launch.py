@@ -22,7 +22,7 @@ from jaxmnt.errors import ConfigError
 from jaxmnt.launch import gke, slurm
 from jaxmnt.launch.__main__ import main
 from jaxmnt.launch.inside import Ledger, after, before
-from jaxmnt.launch.job import cost, job
+from jaxmnt.launch.job import cost, make_job
 from jaxmnt.run import fresh
 from jaxmnt.telemetry.events import Events
 
@@ -34,7 +34,7 @@ ON_GKE = ["launch.image=registry.example/jaxmnt:1", "launch.mounts=['runs:/runs'
 @pytest.fixture
 def asked(tiny_file):
     """A job of the tiny config; arguments are settings."""
-    return lambda *settings, sweep=(): job(tiny_file, [*CLUSTER, *settings], list(sweep))
+    return lambda *settings, sweep=(): make_job(tiny_file, [*CLUSTER, *settings], list(sweep))
 
 
 def options_of(script: str) -> list[str]:
@@ -182,7 +182,7 @@ def test_a_job_trains_in_the_run_directory_that_its_script_uses(tmp_path, tiny_f
     for name in ("Project #2", "a: b", "{x}", 'it\'s "x"', "%j"):
         (tmp_path / name / "x").mkdir(parents=True)
         monkeypatch.chdir(tmp_path / name / "x")
-        script = slurm.render(job(tiny_file, [*CLUSTER, "run.dir=runs/x", "checkpoint.dir=kept"], list(sweep)))
+        script = slurm.render(make_job(tiny_file, [*CLUSTER, "run.dir=runs/x", "checkpoint.dir=kept"], list(sweep)))
         head = script[: script.index("# By it the processes know")].replace("cd ", ": ", 1)
         done = subprocess.run(
             ["bash", "-c", f'{head}\nprintf "%s\\0" "$run_dir" "${{arguments[@]}}"'],
@@ -228,7 +228,7 @@ def test_the_command_of_a_script_has_each_setting_once(asked):
 
 @pytest.mark.parametrize("name", ["launch.nodes", "slurm.partition", "gke.spot", "run.dir"])
 def test_what_all_tasks_of_a_sweep_share_is_no_sweep(asked, name):
-    with pytest.raises(ConfigError, match=rf"--sweep: {name} is one "):
+    with pytest.raises(ConfigError, match=rf"--sweep: .*{name} "):
         asked(sweep=[f"{name}=1,2"])
 
 
@@ -342,7 +342,7 @@ def test_the_config_in_a_manifest_is_the_run(asked, tmp_path):
     config, _ = yaml.safe_load_all(gke.render(wanted))
     path = tmp_path / "run.yaml"
     path.write_text(config["data"]["run.yaml"])
-    again = job(path, [], []).config
+    again = make_job(path, [], []).config
     assert again.run.dir == "/runs/a" and again.cluster.start_timeout_seconds == 600
     assert again.model_dump(exclude={"launch"}) == wanted.config.model_dump(exclude={"launch"})
 

@@ -14,7 +14,7 @@ from jaxmnt.config.clusters import contains_secret, is_secret_name
 from jaxmnt.errors import ConfigError, UserError
 from jaxmnt.launch import gke, inside, slurm
 from jaxmnt.launch.inside import Ledger, after, before
-from jaxmnt.launch.job import job
+from jaxmnt.launch.job import make_job
 from jaxmnt.launch.ledger import event_marks, events_since
 from jaxmnt.launch.local import launch, local_run
 from jaxmnt.launch.restarts import Restarts
@@ -27,7 +27,7 @@ ON_GKE = ["launch.image=i", "launch.mounts=['runs:/runs']", "run.dir=/runs/a", "
 
 @pytest.fixture
 def asked(tiny_file):
-    return lambda *settings, sweep=(): job(tiny_file, [*CLUSTER, *settings], list(sweep))
+    return lambda *settings, sweep=(): make_job(tiny_file, [*CLUSTER, *settings], list(sweep))
 
 
 # Files of the run directory that are damaged.
@@ -403,5 +403,5 @@ def test_several_processes_need_a_config():
 def test_file_names_are_shown_escaped(tiny_file, tmp_path):
     (tmp_path / "a\x1b[2Jb").write_text("")
     local = local_run(["--config", str(tiny_file), f"run.dir={json.dumps(str(tmp_path / 'a') + chr(27) + '[2Jb')}"], 1)
-    with pytest.raises(ConfigError, match=r"a\\x1b\[2Jb/logs cannot be made"):
+    with pytest.raises(ConfigError, match=r"a\\x1b\[2Jb/logs cannot be created"):
         launch(local, 1, Restarts(0))

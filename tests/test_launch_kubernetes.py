@@ -19,7 +19,7 @@ from jaxmnt.config.load import dump_for_hosts, load_config
 from jaxmnt.distributed.authentication import RUN_KEY
 from jaxmnt.errors import ConfigError, UserError
 from jaxmnt.launch import gke
-from jaxmnt.launch.job import job
+from jaxmnt.launch.job import make_job
 
 CLUSTER = ["launch.gpus_per_node=8", "data.global_batch_size=1024"]
 ON_GKE = ["launch.image=i", "launch.mounts=['runs:/runs']", "run.dir=/runs/a", "data.path=/runs/words"]
@@ -28,7 +28,7 @@ ON_GKE = ["launch.image=i", "launch.mounts=['runs:/runs']", "run.dir=/runs/a", "
 @pytest.fixture
 def asked(tiny_file):
     """A job on Kubernetes; arguments are settings."""
-    return lambda *settings: job(tiny_file, [*CLUSTER, *ON_GKE, *settings], [])
+    return lambda *settings: make_job(tiny_file, [*CLUSTER, *ON_GKE, *settings], [])
 
 
 def pod_of(jobset: dict) -> dict:
@@ -139,7 +139,7 @@ def test_what_a_refusal_advises_reaches_the_pods(tiny_file, tmp_path):
     python.write_text('#!/bin/bash\necho "$@"\n')
     python.chmod(0o755)
     flags = ["--accept-changes", "--fresh"]
-    wanted = job(tiny_file, [*CLUSTER, *ON_GKE, f"launch.python={python}"], [], flags)
+    wanted = make_job(tiny_file, [*CLUSTER, *ON_GKE, f"launch.python={python}"], [], flags)
     container = container_of(gke.manifests(wanted)[1])
     (key,) = [one for one in container["env"] if one["name"] == RUN_KEY]
     assert "secretKeyRef" in key["valueFrom"], "one for all restarts"

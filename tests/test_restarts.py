@@ -88,7 +88,7 @@ def test_counts_that_divide_the_batch_and_the_mesh(sections, elastic, counts):
         ("5:8", 4, 1, "is not MIN:MAX"),
         ("1:3", 4, 1, "is not MIN:MAX"),
         ("1:3", 3, 1, "3 processes of 1 devices do not fit the mesh and a global batch of 16 rows"),
-        ("1:4", 4, None, "needs --devices-per-process"),
+        ("1:4", 4, None, "--devices-per-process is missing"),
     ],
 )
 def test_ranges_that_make_no_sense(elastic, processes, devices, words):

@@ -108,7 +108,7 @@ def test_what_a_launcher_starts_is_shown_until_the_first_line(monkeypatch, tmp_p
     screen.show(out, 1, "b\n")
     screen.show(out, 0, "c\n")
     assert out.getvalue() == "[0] a\n\n[1] b\n[0] c\n" and shown == ["", "", ""]
-    child = types.SimpleNamespace(number=3, _screen=screen, _keep=shown.append)
+    child = types.SimpleNamespace(number=3, _screen=screen, _write_log=shown.append)
     _Child._pass_on(child, io.StringIO("\nd\n  \n"), out)
     assert out.getvalue().endswith("c\n[3] d\n") and shown[3:] == ["\n", "d\n", "", "  \n"], "the log has all"
 
@@ -139,7 +139,7 @@ def test_a_launcher_shows_in_place_what_a_process_of_its_own_does(monkeypatch, t
     status.line("finished")
     lines = said.getvalue()
     assert "\r" not in lines and "\x1b[3" not in lines and max(map(len, lines.splitlines())) < 64
-    child = types.SimpleNamespace(number=1, _keep=kept.append, _logged_in_place=-60.0)
+    child = types.SimpleNamespace(number=1, _write_log=kept.append, _logged_in_place=-60.0)
     child._screen = _Screen(types.SimpleNamespace(does=str), [])
     child._show_in_place = types.MethodType(_Child._show_in_place, child)
     _Child._pass_on(child, io.StringIO(lines), out)

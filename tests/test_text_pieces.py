@@ -301,7 +301,7 @@ def vocabulary(name: str = "tokenizer-prefixing", start: tuple[int, ...] = (1,))
 def test_generated_text_keeps_its_first_blank_and_stops_there():
     known = vocabulary()
     prompt = "The capital of France is"
-    ids = known.begun(known.encode(prompt))
+    ids = known.with_start(known.encode(prompt))
     answer = known.encode(" Paris. and", begins=False)
     request = Request(ids, prompt, {}, room=99)
     for number, token in enumerate(answer, 1):

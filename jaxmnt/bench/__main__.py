@@ -10,7 +10,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from jaxmnt.commands import HERE, Parser, run_command, write_file
+from jaxmnt.commands import LOCAL_EXIT_CODES, Parser, run_command, write_file
 from jaxmnt.config import load_config
 from jaxmnt.errors import ConfigError, ExitCode, printable
 
@@ -51,7 +51,7 @@ def _counts(text: str) -> tuple[int, ...]:
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
-    parser = Parser("python -m jaxmnt.bench", description=__doc__, codes=HERE)
+    parser = Parser("python -m jaxmnt.bench", description=__doc__, codes=LOCAL_EXIT_CODES)
     parser.add_argument("what", choices=["scaling"], help="the benchmark to run")
     parser.add_argument("--config", required=True, type=Path, metavar="FILE", help="the config of the run")
     parser.add_argument("--processes", required=True, metavar="N,N…", help="rising numbers, such as 1,2,4")

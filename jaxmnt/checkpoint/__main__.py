@@ -9,7 +9,7 @@ import argparse
 from collections.abc import Mapping
 from pathlib import Path
 
-from jaxmnt.commands import HERE, Parser, run_command
+from jaxmnt.commands import LOCAL_EXIT_CODES, Parser, run_command
 from jaxmnt.errors import ExitCode, UserError, printable
 
 
@@ -29,16 +29,16 @@ def main(arguments: list[str]) -> int:
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
-    parser = Parser("python -m jaxmnt.checkpoint", description=__doc__, codes=HERE)
+    parser = Parser("python -m jaxmnt.checkpoint", description=__doc__, codes=LOCAL_EXIT_CODES)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    def add(name: str, text: str, codes: Mapping[ExitCode, str] = HERE) -> Parser:
+    def add(name: str, text: str, codes: Mapping[ExitCode, str] = LOCAL_EXIT_CODES) -> Parser:
         return commands.add_parser(name, help=text, description=text, codes=codes)
 
     listing = add("list", "list a run's checkpoints, and whether each is whole, judging by its files")
     listing.add_argument("run", metavar="RUN")
     listing.add_argument("--json", action="store_true", help="as one JSON object")
-    not_whole = HERE | {ExitCode.FAILURE: "a checkpoint is not whole, or any other failure"}
+    not_whole = LOCAL_EXIT_CODES | {ExitCode.FAILURE: "a checkpoint is not whole, or any other failure"}
     checking = add("verify", "read every array and compare it with its digest", not_whole)
     checking.add_argument("checkpoint", metavar="CHECKPOINT", help="a run means all of its checkpoints")
     showing = add("show", "show what a checkpoint contains and where it comes from")

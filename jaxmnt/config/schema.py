@@ -14,7 +14,7 @@ from jaxmnt.config.data import Data, check_data
 from jaxmnt.config.mesh import Mesh, Pipeline, check_pipeline, complete_mesh
 from jaxmnt.config.model import Model, complete_model
 from jaxmnt.config.section import Section, breaking_key, key, maths_key
-from jaxmnt.storage import wrong_with_path
+from jaxmnt.storage import path_problem
 
 CLUSTER_SECTIONS = {"cluster", "launch", "slurm", "gke"}
 """Sections that describe where a run executes. They are not stored with the run and may change freely."""
@@ -299,7 +299,7 @@ class Config(Section):
             raise ValueError(
                 f"run.dir: {self.run.dir} must be a folder, since files in it grow; set checkpoint.dir to the address"
             )
-        if self.checkpoint.dir and (trouble := wrong_with_path(self.checkpoint.dir)):
+        if self.checkpoint.dir and (trouble := path_problem(self.checkpoint.dir)):
             raise ValueError(f"checkpoint.dir: {self.checkpoint.dir} {trouble}")
         if self.run.init_from and self.run.fork_from:
             raise ValueError("run.init_from: run.fork_from is also set; remove one of them")

@@ -7,7 +7,7 @@ import argparse
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from jaxmnt.commands import HERE, Parser, path_argument, run_command
+from jaxmnt.commands import LOCAL_EXIT_CODES, Parser, path_argument, run_command
 from jaxmnt.errors import ConfigError, ExitCode, counted, remark
 from jaxmnt.telemetry.progress import Work, status_line, working
 
@@ -94,7 +94,7 @@ def _warn_if_after_last_step(options: argparse.Namespace, config: "Config", step
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
-    parser = Parser("python -m jaxmnt.data", description=__doc__, codes=HERE)
+    parser = Parser("python -m jaxmnt.data", description=__doc__, codes=LOCAL_EXIT_CODES)
     add = parser.add_argument
     add("--config", type=path_argument, metavar="FILE", help="YAML file with the config")
     add("--path", type=path_argument, metavar="DIR", help="prepared data, in place of a config")

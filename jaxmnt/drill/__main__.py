@@ -13,7 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from jaxmnt.commands import HERE, Parser, path_argument, run_command
+from jaxmnt.commands import LOCAL_EXIT_CODES, Parser, path_argument, run_command
 from jaxmnt.config import load_config
 from jaxmnt.drill.faults import CORE_FAULTS, Fault, plan_starts, select_faults
 from jaxmnt.errors import ConfigError, ExitCode
@@ -110,7 +110,7 @@ def _can_cut_links(prefix: list[str]) -> bool:
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
-    codes = HERE | {ExitCode.FAILURE: "the run did not recover from a fault, or any other failure"}
+    codes = LOCAL_EXIT_CODES | {ExitCode.FAILURE: "the run did not recover from a fault, or any other failure"}
     parser = Parser("python -m jaxmnt.drill", description=__doc__, codes=codes)
     parser.add_argument(
         "--config", type=path_argument, metavar="FILE", required="--list" not in arguments, help="the config of the run"

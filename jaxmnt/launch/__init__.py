@@ -1,1 +1,1 @@
-"""Starting the processes of a run."""
+"""Starts the processes of a run, on this machine or on a cluster."""

@@ -8,17 +8,17 @@ import argparse
 from dataclasses import replace
 from pathlib import Path
 
-from jaxmnt.commands import HERE, RUN, Parser, expect_separator, path_argument, run_command
+from jaxmnt.commands import LOCAL_EXIT_CODES, RUN_EXIT_CODES, Parser, expect_separator, path_argument, run_command
 from jaxmnt.errors import ConfigError, ExitCode, remark
 
 
 def main(arguments: list[str]) -> int:
-    own, train_arguments = _split(arguments)
-    options = _parse(own)
+    launch_arguments, train_arguments = _split(arguments)
+    options = _parse(launch_arguments)
     if options.where == "local":
         return _local(options, train_arguments)
     if train_arguments:
-        raise ConfigError(f"--: nothing follows it with {options.where}; give settings as key=value")
+        raise ConfigError(f"--: {options.where} takes no arguments after it; give settings as key=value")
     return _on_cluster(options)
 
 
@@ -46,30 +46,32 @@ def _local(options: argparse.Namespace, train_arguments: list[str]) -> int:
 def _on_cluster(options: argparse.Namespace) -> int:
     from jaxmnt.config.load import as_override
     from jaxmnt.launch import gke, slurm
-    from jaxmnt.launch.job import cost, cost_per_hour, job
+    from jaxmnt.launch.job import cost, cost_per_hour, make_job
 
     cluster = slurm if options.where == "slurm" else gke
     nodes = [] if options.nodes is None else [as_override("launch.nodes", options.nodes)]
     if nodes and any(setting.startswith("launch.nodes=") for setting in options.overrides):
         raise ConfigError("--nodes: launch.nodes is also given; leave one of them out")
-    said = {"--accept-changes": options.accept_changes, "--fresh": options.fresh}
-    flags = [flag for flag, given in said.items() if given]
-    wanted = job(Path(options.config), [*options.overrides, *nodes], options.sweep, flags)
+    flags = [
+        flag for flag, is_set in (("--accept-changes", options.accept_changes), ("--fresh", options.fresh)) if is_set
+    ]
+    job = make_job(Path(options.config), [*options.overrides, *nodes], options.sweep, flags)
     for name, source in wanted.config.data.named_sources.items():
         if source.path is not None and not Path(source.path).exists():
             remark(f"note: the data {source.path} ({name}) is not on this machine; the job's nodes must have it")
     if options.dry_run:
-        print(cluster.render(wanted), end="")
+        print(cluster.render(job), end="")
         return ExitCode.FINISHED
-    print(cluster.submit(wanted))
-    if cluster is slurm and (estimate := cost(wanted)) is not None:
+    print(cluster.submit(job))
+    if cluster is slurm and (estimate := cost(job)) is not None:
         print(f"cost    up to {estimate:,.0f} by its time limit")
-    elif cluster is gke and (estimate := cost_per_hour(wanted)) is not None:
+    elif cluster is gke and (estimate := cost_per_hour(job)) is not None:
         print(f"cost    {estimate:,.2f} an hour, without a time limit")
     return ExitCode.FINISHED
 
 
 def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """Splits the arguments at a lone `--`."""
     if "--" not in arguments:
         return arguments, []
     at = arguments.index("--")
@@ -77,16 +79,16 @@ def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
-    parser = Parser("python -m jaxmnt.launch", description=__doc__, codes=RUN)
+    parser = Parser("python -m jaxmnt.launch", description=__doc__, codes=RUN_EXIT_CODES)
     where = parser.add_subparsers(dest="where", required=True)
     _add_local(where)
     clusters = {
         "slurm": _add_cluster(where, "slurm", "a job of Slurm"),
         "gke": _add_cluster(where, "gke", "a JobSet of Kubernetes"),
     }
-    if arguments and arguments[0] in clusters:  # settings may stand between options, which subparsers cannot do
-        given = argparse.Namespace(where=arguments[0])
-        return clusters[arguments[0]].parse_intermixed_args(arguments[1:], given)
+    if arguments and arguments[0] in clusters:  # settings may come between options, which subparsers do not support
+        namespace = argparse.Namespace(where=arguments[0])
+        return clusters[arguments[0]].parse_intermixed_args(arguments[1:], namespace)
     if arguments[:1] == ["local"]:
         expect_separator(arguments, "local --processes 2 -- --config FILE train.steps=20")
     return parser.parse_args(arguments)
@@ -98,34 +100,42 @@ def _add_local(where: "argparse._SubParsersAction[Parser]") -> None:
         help="several processes on this machine",
         usage="%(prog)s --processes N [--devices-per-process K] [--cores-per-process K] [--max-restarts R] "
         "[--elastic MIN:MAX] [--preflight] -- --config FILE [key=value ...]",
-        codes=RUN,
+        codes=RUN_EXIT_CODES,
     )
-    local.add_argument("--processes", type=int, required=True, help="how many")
-    local.add_argument("--devices-per-process", type=int, help="virtual CPU devices of each; default: what it has")
-    local.add_argument("--cores-per-process", type=int, help="bind each to cores of its own; default on CPUs: a share")
-    local.add_argument("--max-restarts", type=int, default=0, help="start again so often after failures; default 0")
+    local.add_argument("--processes", type=int, required=True, help="number of processes")
     local.add_argument(
-        "--elastic", metavar="MIN:MAX", help="go on with fewer processes, down to MIN, when a restart gains no step"
+        "--devices-per-process", type=int, help="run each on so many virtual CPU devices; default: the devices it has"
     )
     local.add_argument(
-        "--preflight", action="store_true", help="check the hosts instead: what follows -- goes to jaxmnt.preflight"
+        "--cores-per-process", type=int, help="CPU cores to bind each to; default on CPUs: an equal share"
+    )
+    local.add_argument(
+        "--max-restarts", type=int, default=0, help="how many times at most a failed start is repeated; default 0"
+    )
+    local.add_argument(
+        "--elastic",
+        metavar="MIN:MAX",
+        help="continue with fewer processes, down to MIN, when a restart makes no progress",
+    )
+    local.add_argument(
+        "--preflight", action="store_true", help="check the hosts instead: arguments after -- go to jaxmnt.preflight"
     )
 
 
 def _add_cluster(where: "argparse._SubParsersAction[Parser]", name: str, text: str) -> Parser:
-    cluster = where.add_parser(name, help=text, description=text, codes=HERE)
+    cluster = where.add_parser(name, help=text, description=text, codes=LOCAL_EXIT_CODES)
     cluster.add_argument("--config", type=path_argument, required=True, metavar="FILE", help="the config of the run")
-    cluster.add_argument("--nodes", type=int, metavar="N", help="hosts, over the config's launch.nodes")
-    cluster.add_argument("--dry-run", action="store_true", help="print what would be submitted")
+    cluster.add_argument("--nodes", type=int, metavar="N", help="number of hosts; overrides the config's launch.nodes")
+    cluster.add_argument("--dry-run", action="store_true", help="print what would be submitted, and do not submit it")
     cluster.add_argument(
         "--sweep", action="append", default=[], metavar="key=VALUE,VALUE",
-        help="a job array with a run for each value, or combination of values",
+        help="submit a job array with a run for each value, or combination of values",
     )  # fmt: skip
     cluster.add_argument(
-        "--accept-changes", action="store_true", help="go on with a run although the config alters its maths"
+        "--accept-changes", action="store_true", help="resume a run although the config changes its numerics"
     )
     cluster.add_argument(
-        "--fresh", action="store_true", help="set the run in run.dir aside, and begin another there; once for the job"
+        "--fresh", action="store_true", help="set the run in run.dir aside, and begin a new one; once for the job"
     )
     cluster.add_settings()
     return cluster

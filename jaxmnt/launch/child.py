@@ -1,9 +1,9 @@
 """python -m jaxmnt.launch.child PIPE LOG COLUMNS MODULE …
 
-What `launch local` starts: MODULE, as `python -m MODULE …` would, and a thread that asks it to stop when the launcher
-is gone. PIPE is the reading end of a pipe whose writing end only the launcher has: the kernel closes that, whatever
-ends the launcher. From then on, what would have gone to the launcher goes to LOG. COLUMNS is how wide a line of this
-process may be on the launcher's terminal, or 0 without a terminal.
+The process that `launch local` starts: it runs MODULE as `python -m MODULE …` would, with a thread that asks it to stop
+when the launcher is gone. PIPE is the reading end of a pipe whose writing end only the launcher has: the kernel closes
+that however the launcher ends. From then on, output for the launcher goes to LOG. COLUMNS is the width of a line of
+this process on the launcher's terminal, or 0 without a terminal.
 """
 
 import os
@@ -16,52 +16,54 @@ from jaxmnt.errors import remark
 from jaxmnt.telemetry.progress import StatusLine
 
 _DESCRIPTORS = 256
-"""Where copies of stdout may be."""
+"""Number of descriptors that are searched for copies of stdout and stderr."""
 
-_Place = tuple[int, int] | None
-"""What a descriptor leads to, by device and inode; None if it is closed."""
+_FileId = tuple[int, int] | None
+"""Device and inode of a descriptor's file; None if the descriptor is closed."""
 
 
 def main(arguments: list[str]) -> None:
-    pipe, log, columns, module, *others = arguments
+    pipe, log, columns, module, *module_arguments = arguments
     StatusLine.relay_columns = int(columns)
     os.set_inheritable(int(pipe), False)
-    to_launcher = {_place(1), _place(2)}
+    to_launcher = {_file_id(1), _file_id(2)}
     threading.Thread(target=_watch, args=(int(pipe), log, to_launcher), name="launcher", daemon=True).start()
-    sys.argv = [module, *others]
+    sys.argv = [module, *module_arguments]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
-def _watch(pipe: int, log: str, to_launcher: set[_Place]) -> None:
-    """Waits for the end of the launcher, which never writes."""
+def _watch(pipe: int, log: str, to_launcher: set[_FileId]) -> None:
+    """Waits for the end of the launcher, which never writes into the pipe, and then stops this process."""
     while os.read(pipe, 1):
         pass
-    _lead_output(log, to_launcher)
+    _redirect_output(log, to_launcher)
     remark("the launcher is gone, so this process is asked to stop")
-    number = next((one for one in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP) if _is_heard(one)), signal.SIGKILL)
-    os.killpg(0, number)  # a group of our own, with whatever we have started
+    stop_signals = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    number = next((candidate for candidate in stop_signals if _is_handled(candidate)), signal.SIGKILL)
+    os.killpg(0, number)  # our own group, with all processes that we have started
 
 
-def _lead_output(log: str, to_launcher: set[_Place]) -> None:
-    """Into the log, wherever it went to the launcher: a write into a pipe that nobody reads fails."""
+def _redirect_output(log: str, to_launcher: set[_FileId]) -> None:
+    """Redirects to the log each descriptor that leads to the launcher: writing into a pipe without a reader fails."""
     try:
         file = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     except OSError:
         file = os.open(os.devnull, os.O_WRONLY)
     for descriptor in range(_DESCRIPTORS):
-        if (place := _place(descriptor)) is not None and place in to_launcher:
+        if (file_id := _file_id(descriptor)) is not None and file_id in to_launcher:
             os.dup2(file, descriptor, inheritable=descriptor < 3)
 
 
-def _place(descriptor: int) -> _Place:
+def _file_id(descriptor: int) -> _FileId:
     try:
-        found = os.fstat(descriptor)
+        status = os.fstat(descriptor)
     except OSError:
         return None
-    return found.st_dev, found.st_ino
+    return status.st_dev, status.st_ino
 
 
-def _is_heard(number: int) -> bool:
+def _is_handled(number: int) -> bool:
+    """Returns True unless this process ignores the signal."""
     return signal.getsignal(number) != signal.SIG_IGN
 
 

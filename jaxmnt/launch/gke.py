@@ -1,6 +1,6 @@
-"""A JobSet for GKE, or any Kubernetes with JobSet 0.12 or newer, and its submission.
+"""Writes a JobSet for GKE, or any Kubernetes with JobSet 0.12 or newer, and submits it.
 
-The manifest's form: https://jobset.sigs.k8s.io/docs/reference/jobset.v1alpha2/ and
+Reference of the manifest: https://jobset.sigs.k8s.io/docs/reference/jobset.v1alpha2/ and
 https://kubernetes.io/docs/concepts/workloads/controllers/job/#pod-failure-policy
 """
 
@@ -19,7 +19,7 @@ from jaxmnt.config.load import dump_for_hosts
 from jaxmnt.distributed.authentication import RUN_KEY, RUN_KEY_BYTES
 from jaxmnt.distributed.launchers import DEFAULT_PORT
 from jaxmnt.errors import ConfigError, UserError, printable, remark
-from jaxmnt.launch.job import Job, ending_on_failure, environment, filled, key_needed, template
+from jaxmnt.launch.job import Job, environment, exit_on_failure, fill_template, require_run_key, template
 from jaxmnt.strict_json import json_text
 
 Manifest = dict[str, Any]
@@ -31,19 +31,20 @@ _KEY_FIELD = "key"
 _JOB = "workers"
 _DIGITS = 6
 _LONGEST_NAME = 63 - len(f"-{_JOB}-0-") - len("99999") - len("-abcde")
-"""Of a JobSet: its pods' names, with a number and a random end, have at most 63 letters."""
+"""Length limit of a JobSet's name: its pods' names, with an index and a random suffix, have at most 63 characters."""
 _WAIT_SECONDS = 1800.0
-"""For all pods at a start: a node that is added for one takes minutes."""
-_GONE_WITH_THE_POD = ("emptyDir", "configMap", "secret", "downwardAPI", "projected", "ephemeral")
-"""Kinds of volumes."""
+"""Default time to wait for all pods at a start, since adding a node for one takes minutes."""
+_EPHEMERAL_VOLUMES = ("emptyDir", "configMap", "secret", "downwardAPI", "projected", "ephemeral")
+"""Kinds of volumes that do not outlive the pod."""
 
 
-def render(wanted: Job) -> str:
-    """The config as a ConfigMap, and the JobSet, as YAML. Raises `ConfigError` for what a cluster could not run.
+def render(job: Job) -> str:
+    """Returns the config as a ConfigMap, and the JobSet, as YAML. Raises `ConfigError` if no cluster could run it.
 
-    The run's key is not in it, since it is kept and shown: without one the processes make their own in `run.dir`.
+    The YAML does not contain the run's key, since people save and show it. Without a key the processes create one in
+    `run.dir`.
     """
-    config, jobset = manifests(wanted)
+    config, jobset = manifests(job)
     return to_yaml(config, jobset) + _KEY_NOTE.format(
         namespace=config["metadata"]["namespace"], secret=_key_name(config["metadata"]["name"]), field=_KEY_FIELD,
         size=RUN_KEY_BYTES,
@@ -51,22 +52,24 @@ def render(wanted: Job) -> str:
 
 
 _KEY_NOTE = """\
-# The processes know each other by a key. Without --dry-run it is made, as a Secret that the JobSet owns. Here they make
-# a file of it, run.dir/run.key, unless there is such a Secret before the JobSet, with another key for each run:
+# The processes authenticate each other by a key. Without --dry-run it is created, as a Secret that the JobSet owns.
+# With this manifest they create the file run.dir/run.key, unless this Secret exists before the JobSet; use another key
+# for each run:
 #   kubectl --namespace={namespace} create secret generic {secret} --from-literal={field}="$(openssl rand -hex {size})"
 """
 
 
-def manifests(wanted: Job, salt: str = "") -> list[Manifest]:
-    """ConfigMap and JobSet. What belongs to the JobSet has a name that follows from the config and `salt`."""
-    if wanted.sweep:
-        raise ConfigError("--sweep: a sweep on Kubernetes is a JobSet for each run; launch them one by one")
-    if wanted.config.launch.image is None:
+def manifests(job: Job, salt: str = "") -> list[Manifest]:
+    """Returns the ConfigMap and the JobSet. Objects that belong to the JobSet are named by a hash of the config and
+    `salt`."""
+    if job.sweep:
+        raise ConfigError("--sweep: not supported on Kubernetes, where each run is a JobSet; launch them one by one")
+    if job.config.launch.image is None:
         raise ConfigError("launch.image: missing; give the container image that has jaxmnt in it")
-    if wanted.config.train.stop_after is not None:
+    if job.config.train.stop_after is not None:
         raise ConfigError("train.stop_after: a JobSet would start it again for ever; leave it out")
-    name, text = _name(wanted), _config_text(wanted)
-    metadata: Manifest = {"name": name, "namespace": wanted.config.gke.namespace}
+    name, text = _name(job), _config_text(job)
+    metadata: Manifest = {"name": name, "namespace": job.config.gke.namespace}
     config_name = f"{name}-{hashlib.sha256(f'{text}{salt}'.encode()).hexdigest()[:_DIGITS]}"
     config = {
         "apiVersion": "v1",
@@ -75,23 +78,24 @@ def manifests(wanted: Job, salt: str = "") -> list[Manifest]:
         "immutable": True,
         "data": {_CONFIG_FILE: text},
     }
-    return [config, _jobset(wanted, name, config_name, metadata)]
+    return [config, _jobset(job, name, config_name, metadata)]
 
 
-def _config_text(wanted: Job) -> str:
-    """The config, in which processes wait for each other as pods have to."""
-    cluster = wanted.config.cluster.model_copy(
-        update={"start_timeout_seconds": wanted.start_timeout_seconds(_WAIT_SECONDS)}
-    )
-    return dump_for_hosts(wanted.config.model_copy(update={"cluster": cluster}))
+def _config_text(job: Job) -> str:
+    """Returns the config, with a start timeout that suits pods."""
+    cluster = job.config.cluster.model_copy(update={"start_timeout_seconds": job.start_timeout_seconds(_WAIT_SECONDS)})
+    return dump_for_hosts(job.config.model_copy(update={"cluster": cluster}))
 
 
-def _check_folders(wanted: Job, pod: Manifest) -> None:
-    """What a run reads has to be in the pod, and what it writes has to outlive it. Raises `ConfigError`."""
-    config = wanted.config
-    gone = {one.get("name") for one in _items(pod, "volumes") if any(kind in one for kind in _GONE_WITH_THE_POD)}
-    train = [one for one in _items(pod, "containers") if one.get("name") == _CONTAINER]
-    mounts = [one for one in _items(train[0], "volumeMounts") if one.get("mountPath") != _CONFIG_FOLDER]
+def _check_folders(job: Job, pod: Manifest) -> None:
+    """Raises `ConfigError` if a path that the run reads is not in the pod, or one that it writes goes with the pod."""
+    config = job.config
+    ephemeral = {
+        volume.get("name") for volume in _items(pod, "volumes") if any(kind in volume for kind in _EPHEMERAL_VOLUMES)
+    }
+    train = [container for container in _items(pod, "containers") if container.get("name") == _CONTAINER]
+    mounts = [mount for mount in _items(train[0], "volumeMounts") if mount.get("mountPath") != _CONFIG_FOLDER]
+
     read = {f"data.sources.{name}.path": source.path for name, source in config.data.sources.items()}
     read |= {"data.path": config.data.path}
     written = {"run.dir": config.run.dir, "checkpoint.dir": config.checkpoint.dir}
@@ -99,12 +103,12 @@ def _check_folders(wanted: Job, pod: Manifest) -> None:
     for key, path in (written | read).items():
         if path is None or "://" in path:
             continue
-        held = any(
+        on_volume = any(
             PurePosixPath(os.path.normpath(path)).is_relative_to(str(mount.get("mountPath")))
             for mount in mounts
-            if key in read or mount.get("name") not in gone
+            if key in read or mount.get("name") not in ephemeral
         )
-        if not held:
+        if not on_volume:
             end = "would be gone with its pod" if key in written else "is not in the pods"
             missing.append(f"{key}: {printable(path)} is on no volume, and {end}")
     if missing:
@@ -112,24 +116,25 @@ def _check_folders(wanted: Job, pod: Manifest) -> None:
         raise ConfigError(f"{'; '.join(missing)}; choose {choice} below a path of launch.mounts")
 
 
-def _items(of: Manifest, field: str) -> list[Manifest]:
-    """Raises `ConfigError` where gke.pod has made something else of them."""
-    found = of[field]
-    if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
+def _items(manifest: Manifest, field: str) -> list[Manifest]:
+    """Returns a list of a manifest. Raises `ConfigError` if gke.pod has replaced it by something else."""
+    items = manifest[field]
+    if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
         raise ConfigError(f"gke.pod: {field} must be a list of mappings; correct it")
-    return found
+    return items
 
 
-def _name(wanted: Job) -> str:
-    """From the run's directory, in the letters that Kubernetes allows. Directories of one name give different ones."""
-    name = re.sub(r"[^a-z0-9]+", "-", wanted.run_dir.name.lower()).strip("-")
+def _name(job: Job) -> str:
+    """Returns a name from the run's directory, in the characters that Kubernetes allows. A hash of the path tells
+    directories of the same name apart."""
+    name = re.sub(r"[^a-z0-9]+", "-", job.run_dir.name.lower()).strip("-")
     name = name if name[:1].isalpha() else f"run-{name}"
-    digest = hashlib.sha256(str(wanted.run_dir).encode()).hexdigest()[:_DIGITS]
+    digest = hashlib.sha256(str(job.run_dir).encode()).hexdigest()[:_DIGITS]
     return f"{name[: _LONGEST_NAME - _DIGITS - 1].strip('-')}-{digest}"
 
 
-def _jobset(wanted: Job, name: str, config_name: str, metadata: Manifest) -> Manifest:
-    gke, launch = wanted.config.gke, wanted.config.launch
+def _jobset(job: Job, name: str, config_name: str, metadata: Manifest) -> Manifest:
+    gke, launch = job.config.gke, job.config.launch
     if gke.queue:
         metadata["labels"] = {"kueue.x-k8s.io/queue-name": gke.queue}
     if gke.topology:
@@ -141,57 +146,61 @@ def _jobset(wanted: Job, name: str, config_name: str, metadata: Manifest) -> Man
     workers = spec["replicatedJobs"][0]["template"]["spec"]
     workers["parallelism"] = workers["completions"] = launch.nodes
     coordinator = f"{name}-{_JOB}-0-0.{name}:{DEFAULT_PORT}"
-    workers["template"] = _pod_template(wanted, coordinator, config_name, workers["template"]["spec"])
+    workers["template"] = _pod_template(job, coordinator, config_name, workers["template"]["spec"])
     return jobset
 
 
-# -- the pods: one for each host, with a shell as their first process
+# -- pods: one for each host, with a shell as their first process
 
 
-def _pod_template(wanted: Job, coordinator: str, config_name: str, pod: Manifest) -> Manifest:
-    """Fills in the pod of the template, and adds what else the config says of it."""
-    gke = wanted.config.gke
+def _pod_template(job: Job, coordinator: str, config_name: str, pod: Manifest) -> Manifest:
+    """Fills in the pod of the template, and adds the config's settings for it."""
+    gke = job.config.gke
     pod["terminationGracePeriodSeconds"] = gke.grace_seconds
     [container], [config, memory] = pod["containers"], pod["volumes"]
     config["configMap"]["name"], memory["emptyDir"]["sizeLimit"] = config_name, f"{gke.shared_memory_gib}Gi"
-    for number, mount in enumerate(wanted.config.launch.mounts):
+    for number, mount in enumerate(job.config.launch.mounts):
         claim, path = mount.split(":", 1)
         pod["volumes"].append({"name": f"data-{number}", "persistentVolumeClaim": {"claimName": claim}})
         container["volumeMounts"].append({"name": f"data-{number}", "mountPath": path})
-    _fill_in(container, wanted, coordinator, config_name)
+    _fill_in(container, job, coordinator, config_name)
     metadata = {"metadata": {"annotations": dict(sorted(gke.annotations.items()))}} if gke.annotations else {}
-    spec = _merged(pod | _placement(wanted), gke.pod)
-    _check_folders(wanted, spec)
+    spec = _merged(pod | _placement(job), gke.pod)
+    _check_folders(job, spec)
     return metadata | {"spec": spec}
 
 
 def _key_name(config_name: str) -> str:
-    """Of the Secret with the run's key."""
+    """Returns the name of the Secret with the run's key."""
     return f"{config_name}-key"
 
 
-def _merged(ours: Any, more: Any) -> Any:
-    """Mappings are merged, so are items of lists that have one name, and other items added; else `more` counts."""
-    if isinstance(ours, dict) and isinstance(more, dict):
-        return ours | {name: _merged(ours[name], value) if name in ours else value for name, value in more.items()}
-    if isinstance(ours, list) and isinstance(more, list):
-        named = {_called(item): item for item in more if _called(item)}
-        known = {_called(item) for item in ours}
-        joined = [_merged(item, named[_called(item)]) if _called(item) in named else item for item in ours]
-        return joined + [item for item in more if not _called(item) or _called(item) not in known]
-    return more
+def _merged(ours: Any, override: Any) -> Any:
+    """Merges an override into our part of a manifest.
+
+    Mappings are merged recursively. In lists, items with the same key are merged, and other items are appended.
+    Anything else is replaced by `override`.
+    """
+    if isinstance(ours, dict) and isinstance(override, dict):
+        return ours | {name: _merged(ours[name], value) if name in ours else value for name, value in override.items()}
+    if isinstance(ours, list) and isinstance(override, list):
+        by_key = {_list_key(item): item for item in override if _list_key(item)}
+        our_keys = {_list_key(item) for item in ours}
+        merged = [_merged(item, by_key[_list_key(item)]) if _list_key(item) in by_key else item for item in ours]
+        return merged + [item for item in override if not _list_key(item) or _list_key(item) not in our_keys]
+    return override
 
 
-def _called(item: Any) -> str | None:
-    """What tells an item of a list from the others; mounts of one volume may be several."""
+def _list_key(item: Any) -> str | None:
+    """Returns the key of a list's item: the path of a mount, since a volume may have several mounts, else the name."""
     return item.get("mountPath", item.get("name")) if isinstance(item, dict) else None
 
 
-def _placement(wanted: Job) -> Manifest:
-    """Returns the fields of a pod that say on which nodes it is, and as whom."""
-    gke = wanted.config.gke
+def _placement(job: Job) -> Manifest:
+    """Returns the fields of a pod that select its nodes, service account, priority and network."""
+    gke = job.config.gke
     selector, tolerations = dict(gke.node_selector), list[Manifest]()
-    if wanted.config.launch.gpus_per_node:
+    if job.config.launch.gpus_per_node:
         selector["cloud.google.com/gke-accelerator"] = gke.accelerator
         tolerations.append({"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"})
     if gke.spot:
@@ -210,46 +219,47 @@ def _placement(wanted: Job) -> Manifest:
     return {name: value for name, value in fields.items() if value}
 
 
-def _fill_in(container: Manifest, wanted: Job, coordinator: str, config_name: str) -> None:
-    gke, launch = wanted.config.gke, wanted.config.launch
-    variables = environment(wanted.config) | {
+def _fill_in(container: Manifest, job: Job, coordinator: str, config_name: str) -> None:
+    gke, launch = job.config.gke, job.config.launch
+    variables = environment(job.config) | {
         "JAX_NUM_PROCESSES": str(launch.nodes),
         "JAX_COORDINATOR_ADDRESS": coordinator,
     }
-    # Optional: who applies a manifest by hand need not make the Secret.
+    # Optional, because a user who applies the manifest by hand may not create the Secret.
     key = {"secretKeyRef": {"name": _key_name(config_name), "key": _KEY_FIELD, "optional": True}}
-    container["image"], container["command"][2] = launch.image, _literal(_script(wanted))
+    container["image"], container["command"][2] = launch.image, _literal(_script(job))
     container["env"] = [{"name": name, "value": _literal(value)} for name, value in sorted(variables.items())]
     container["env"].append({"name": RUN_KEY, "valueFrom": key})
     container["ports"][0]["containerPort"] = DEFAULT_PORT
-    asked = {"nvidia.com/gpu": launch.gpus_per_node or None, "cpu": gke.cpu, "memory": gke.memory}
-    if resources := {what: _amount(amount) for what, amount in asked.items() if amount}:
-        container["resources"] = {"limits": resources}
+    limits = {"nvidia.com/gpu": launch.gpus_per_node or None, "cpu": gke.cpu, "memory": gke.memory}
+    if set_limits := {resource: _amount(amount) for resource, amount in limits.items() if amount}:
+        container["resources"] = {"limits": set_limits}
 
 
-def _script(wanted: Job) -> str:
-    launch = wanted.config.launch
-    command = [launch.python, "-m", "jaxmnt.train", "--config", f"{_CONFIG_FOLDER}/{_CONFIG_FILE}", *wanted.flags]
-    setup = "\n".join(f"    {line}" for line in [*ending_on_failure(launch.setup), *key_needed(wanted.flags)] or [":"])
-    return filled("pod.sh", setup=setup, command=shlex.join(command))
+def _script(job: Job) -> str:
+    """Returns the shell script that a pod runs."""
+    launch = job.config.launch
+    command = [launch.python, "-m", "jaxmnt.train", "--config", f"{_CONFIG_FOLDER}/{_CONFIG_FILE}", *job.flags]
+    setup = "\n".join(f"    {line}" for line in [*exit_on_failure(launch.setup), *require_run_key(job.flags)] or [":"])
+    return fill_template("pod.sh", setup=setup, command=shlex.join(command))
 
 
 def _literal(text: str) -> str:
-    """Kubernetes puts variables into commands and values, $(NAME), and takes $$ for one $."""
+    """Escapes text against Kubernetes, which expands $(NAME) in commands and values, and reads $$ as one $."""
     return re.sub(r"\$(?=[$(])", "$$", text)
 
 
 def _amount(amount: float | str) -> str:
-    """As Kubernetes writes it: 100 and 100.0 are the same."""
+    """Formats an amount as Kubernetes does, for which 100 and 100.0 are the same."""
     return str(int(amount)) if isinstance(amount, float) and amount.is_integer() else str(amount)
 
 
 _FIELD = re.compile(r"[a-z][A-Za-z]{2,}")
-"""Names that are left plain, unless they are a word of YAML."""
+"""Keys that are written without quotes."""
 
 
 class _Dumper(yaml.SafeDumper):
-    """Puts all text into quotes, but for names of fields; text of several lines is shown line by line."""
+    """Quotes all text except names of fields; writes text of several lines as a block."""
 
     def represent_mapping(self, tag: str, mapping: Any, flow_style: bool | None = None) -> yaml.MappingNode:
         node: yaml.MappingNode = super().represent_mapping(tag, mapping, flow_style)
@@ -270,52 +280,52 @@ _Dumper.add_representer(str, _text)
 
 
 def to_yaml(*manifests: Manifest) -> str:
-    """For people, and for `kubectl apply -f -`."""
+    """Returns manifests as YAML that people can read and `kubectl apply -f -` accepts."""
     return yaml.dump_all(manifests, Dumper=_Dumper, sort_keys=False, default_flow_style=False, width=float("inf"))
 
 
 # -- submission
 
 
-def submit(wanted: Job) -> str:
-    """Hands the manifests to kubectl; what that says. Raises `UserError` if it refuses.
+def submit(job: Job) -> str:
+    """Submits the manifests with kubectl. Returns its output. Raises `UserError` if kubectl rejects them.
 
-    What is there already is not changed: a JobSet that runs, or has run, is deleted by whoever wants another.
+    Existing objects are not changed: a user who wants to launch again deletes the earlier JobSet.
     """
-    # Of a JobSet that was just deleted, Kubernetes may still be about to delete what belonged to it, by name.
-    config, jobset = manifests(wanted, salt=secrets.token_hex())
-    # Kueue lets go what waits in its queues.
-    return create(jobset, [_run_key_secret(config["metadata"]), config], resume=not wanted.config.gke.queue)
+    # After a JobSet was deleted, Kubernetes may still delete its dependents by name, so new ones need new names.
+    config, jobset = manifests(job, salt=secrets.token_hex())
+    # With a queue, Kueue resumes the JobSet.
+    return create(jobset, [_run_key_secret(config["metadata"]), config], resume=not job.config.gke.queue)
 
 
 _RESOURCE = "jobsets.jobset.x-k8s.io"
 
 
-def create(jobset: Manifest, belongings: list[Manifest], *, resume: bool) -> str:
-    """Creates the JobSet, suspended, then what belongs to it, and unsuspends it with `resume`. What kubectl says.
+def create(jobset: Manifest, dependents: list[Manifest], *, resume: bool) -> str:
+    """Creates the JobSet, suspended, then its dependents, and resumes it if `resume` is set. Returns kubectl's output.
 
-    Raises `UserError` if something is refused; then nothing of it is left.
+    Raises `UserError` if kubectl rejects anything; then all objects are deleted again.
     """
     metadata = jobset["metadata"]
     suspended = jobset | {"spec": jobset["spec"] | {"suspend": True}}
     uid = _kubectl("the JobSet", "create", "-f", "-", "-o", "jsonpath={.metadata.uid}", text=json_text(suspended))
     try:
         owner = {name: jobset[name] for name in ("apiVersion", "kind")} | {"name": metadata["name"], "uid": uid}
-        said = [f"{_RESOURCE}/{metadata['name']} created"]
-        for one in belongings:
-            owned = one | {"metadata": one["metadata"] | {"ownerReferences": [owner]}}
-            said.append(_kubectl(f"the {one['kind']}", "create", "-f", "-", text=json_text(owned)))
+        output = [f"{_RESOURCE}/{metadata['name']} created"]
+        for dependent in dependents:
+            owned = dependent | {"metadata": dependent["metadata"] | {"ownerReferences": [owner]}}
+            output.append(_kubectl(f"the {dependent['kind']}", "create", "-f", "-", text=json_text(owned)))
         if resume:
-            go = ("--type=merge", "--patch", json_text({"spec": {"suspend": False}}))
-            _kubectl("to resume the JobSet", "patch", *_named(metadata), *go)
+            patch = ("--type=merge", "--patch", json_text({"spec": {"suspend": False}}))
+            _kubectl("to resume the JobSet", "patch", *_object_arguments(metadata), *patch)
     except BaseException:
-        _take_back(metadata)
+        _delete_jobset(metadata)
         raise
-    return "\n".join(said)
+    return "\n".join(output)
 
 
 def _run_key_secret(metadata: Manifest) -> Manifest:
-    """A Secret with a key that nobody has seen, for the JobSet of a ConfigMap with this metadata."""
+    """Returns a Secret with a new random key, for the JobSet of a ConfigMap with this metadata."""
     return {
         "apiVersion": "v1",
         "kind": "Secret",
@@ -325,22 +335,24 @@ def _run_key_secret(metadata: Manifest) -> Manifest:
     }
 
 
-def _take_back(metadata: Manifest) -> None:
-    """Deletes the JobSet, and by that what belongs to it."""
+def _delete_jobset(metadata: Manifest) -> None:
+    """Deletes the JobSet, and with it its dependents."""
     try:
-        _kubectl("to delete the JobSet", "delete", *_named(metadata), "--ignore-not-found")
+        _kubectl("to delete the JobSet", "delete", *_object_arguments(metadata), "--ignore-not-found")
     except UserError as error:
         remark(
             f"note: the JobSet {metadata['name']} in the namespace {metadata['namespace']} is left, suspended "
-            f"({error}); delete it: kubectl delete {' '.join(_named(metadata))}"
+            f"({error}); delete it: kubectl delete {' '.join(_object_arguments(metadata))}"
         )
 
 
-def _named(metadata: Manifest) -> list[str]:
+def _object_arguments(metadata: Manifest) -> list[str]:
+    """Returns kubectl's arguments that name a JobSet."""
     return [f"{_RESOURCE}/{metadata['name']}", f"--namespace={metadata['namespace']}"]
 
 
 def _kubectl(what: str, *arguments: str, text: str = "") -> str:
+    """Runs kubectl with `text` as its input. Returns its output. Raises `UserError`, which says `what` was refused."""
     try:
         done = subprocess.run(["kubectl", *arguments], input=text, capture_output=True, text=True)
     except FileNotFoundError:

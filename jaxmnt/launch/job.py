@@ -1,4 +1,4 @@
-"""A job: what is asked of a cluster, with which environment, and in which text it may be written."""
+"""A job for a cluster: its settings, its environment, and the checks of all text in its script or manifest."""
 
 import hashlib
 import re
@@ -19,14 +19,17 @@ from jaxmnt.parallel.axes import num_microbatches, resolve_sizes
 from jaxmnt.storage import publish_bytes
 
 
-def ending_on_failure(setup: list[str]) -> list[str]:
-    """Lines of the shell that end it when one of the given ones fails."""
+def exit_on_failure(setup: list[str]) -> list[str]:
+    """Returns shell lines that run the given ones and exit when one of them fails."""
     return [f"eval {shlex.quote(line)} || exit 1" for line in setup]
 
 
-def key_needed(flags: list[str]) -> list[str]:
-    """Lines of the shell that end it where --fresh would begin the run anew at each restart: only by the key of the
-    run, which is one for all its restarts there, does a process know that it is done (run/fresh.py)."""
+def require_run_key(flags: list[str]) -> list[str]:
+    """Returns shell lines that exit if --fresh is given but the run's key is not set.
+
+    Without the key each restart would begin the run anew: it is the same for all restarts, so that a process recognises
+    by it that --fresh was done before (run/fresh.py).
+    """
     if "--fresh" not in flags:
         return []
     text = (
@@ -41,25 +44,25 @@ def template(name: str) -> str:
     return files("jaxmnt.launch").joinpath(f"templates/{name}").read_text(encoding="utf-8")
 
 
-def filled(name: str, **values: str) -> str:
-    """Returns a template with `@name@` replaced by a value: what else there is belongs to the shell."""
+def fill_template(name: str, **values: str) -> str:
+    """Returns a template with each `@name@` replaced by its value. All other text belongs to the shell."""
     return re.sub(r"@(\w+)@", lambda slot: values[slot[1]], template(name))
 
 
 def environment(config: Config) -> dict[str, str]:
-    """What the launchers write into scripts and manifests, sorted by name. What GPUs need besides, each process sets
-    itself (`distributed/gpu_settings.py`)."""
+    """Returns the variables that launchers write into scripts and manifests, sorted by name. Other variables for GPUs
+    are set by each process itself (`distributed/gpu_settings.py`)."""
     launch = config.launch
-    more = {"JAXMNT_IMAGE": launch.image} if launch.image else {}
+    variables = {"JAXMNT_IMAGE": launch.image} if launch.image else {}
     if launch.gpus_per_node:
-        more["JAX_PLATFORMS"] = "cuda,cpu"  # a host whose GPUs are not found must not train on its CPU
-    return dict(sorted((more | launch.environment).items()))
+        variables["JAX_PLATFORMS"] = "cuda,cpu"  # a host whose GPUs are not found must not train on its CPU
+    return dict(sorted((variables | launch.environment).items()))
 
 
 def check_batch(config: Config, devices: int) -> None:
-    """Raises `ConfigError`, naming global batch sizes that do fit, if the mesh or the batch does not come out whole.
+    """Raises `ConfigError`, naming global batch sizes that fit, if the mesh or the batch does not divide evenly.
 
-    The global batch stays whatever the number of devices; the passes that a step takes follow from it.
+    The global batch does not depend on the number of devices; the number of microbatches follows from both.
     """
     try:
         num_microbatches(config, resolve_sizes(config.mesh, devices))
@@ -67,13 +70,13 @@ def check_batch(config: Config, devices: int) -> None:
         raise ConfigError(f"{error} (launch.nodes and launch.gpus_per_node make {devices} devices)") from error
 
 
-def check_rendered(what: dict[str, Any]) -> None:
-    """Raises `ConfigError`, with its dotted key, for a text that could become other lines of a script, or that others
-    should not read, and for a value that has no form in a manifest, such as a date.
+def check_rendered(fields: dict[str, Any]) -> None:
+    """Raises `ConfigError`, with the dotted key, for a text that could inject lines into a script, or that looks like a
+    secret, and for a value that has no form in a manifest, such as a date.
 
-    Every text of a job goes through this, so that none depends on how it is quoted.
+    Every text of a job is checked here, so that safety never depends on quoting.
     """
-    _check("", what)
+    _check("", fields)
 
 
 def _check(where: str, value: Any) -> None:
@@ -116,22 +119,22 @@ def _check_text(where: str, text: str) -> None:
         )
 
 
-_ONE_FOR_ALL = ("launch", "slurm", "gke")
-"""Sections that say what the job is, of which there is one script."""
+_JOB_SECTIONS = ("launch", "slurm", "gke")
+"""Config sections that describe the job as a whole, and so are the same for all tasks of its single script."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What is asked for."""
+    """A job for a cluster."""
 
     config: Config
     config_file: Path
     overrides: list[str]
-    """Settings over the file's, for every process."""
+    """Settings that override those of the file, for every process."""
     sweep: list[list[str]]
-    """More settings for each task of a job array, with a checkpoint.dir of its own; empty for a single job."""
+    """Further settings for each task of a job array, with a checkpoint.dir of its own; empty for a single job."""
     flags: list[str]
-    """Of jaxmnt.train, such as --fresh."""
+    """Flags of jaxmnt.train, such as --fresh."""
 
     @property
     def run_dir(self) -> Path:
@@ -139,71 +142,75 @@ class Job:
 
     @property
     def frozen_file(self) -> Path:
-        """Where the config file is kept as it was when the job was asked for: it may wait, and be requeued."""
+        """Path of the copy of the config file at submission, since the job may wait and be requeued."""
         digest = hashlib.sha256(config_bytes(self.config_file)).hexdigest()[:8]
         return self.run_dir / "launch" / f"{self.config_file.stem}-{digest}.yaml"
 
     def start_timeout_seconds(self, default: float) -> float:
-        """How long its processes wait for each other at a start."""
+        """Returns how long its processes wait for each other at a start; `default` if the config does not say."""
         if self.config.launch.wait_minutes is not None:
             return 60 * self.config.launch.wait_minutes
-        given = "start_timeout_seconds" in self.config.cluster.model_fields_set
-        return self.config.cluster.start_timeout_seconds if given else default
+        is_set = "start_timeout_seconds" in self.config.cluster.model_fields_set
+        return self.config.cluster.start_timeout_seconds if is_set else default
 
     def freeze(self) -> None:
-        """Writes it. Raises `OSError`."""
+        """Writes `frozen_file`. Raises `OSError`."""
         self.frozen_file.parent.mkdir(parents=True, exist_ok=True)
         publish_bytes(self.frozen_file, config_bytes(self.config_file))
 
 
-def job(config_file: Path, overrides: list[str], sweep: list[str], flags: Sequence[str] = ()) -> Job:
-    """Raises `ConfigError` for a config that does not fit the nodes, also with the settings of a sweep, and for texts
-    that a script or manifest must not hold."""
+def make_job(config_file: Path, overrides: list[str], sweep: list[str], flags: Sequence[str] = ()) -> Job:
+    """Returns the job of a config.
+
+    Raises `ConfigError` if the config does not fit the nodes, with the settings of any task of a sweep, and for text
+    that a script or manifest must not hold.
+    """
     points = _points(sweep)
     config = load_config(config_file, overrides)
     for number, point in enumerate(points or [[]]):
-        tried = load_config(config_file, [*overrides, *point])
-        if points and tried.checkpoint.dir:
-            # One place for all would hold one run, and the second task would find it finished.
-            own = f"{tried.checkpoint.dir.rstrip('/')}/{number}"
-            point[:] = drop_overridden([*point, as_override("checkpoint.dir", own)])
-        devices = tried.launch.nodes * max(1, tried.launch.gpus_per_node)
-        check_batch(tried, devices)
-        check_rendered(tried.model_dump())
-    of_points = {setting.partition("=")[0] for point in points for setting in point}
-    of_all_tasks = [setting for setting in drop_overridden(overrides) if setting.partition("=")[0] not in of_points]
-    wanted = Job(config, config_file.absolute(), of_all_tasks, points, list(flags))
-    places = {"run.dir": wanted.run_dir, "--config": wanted.config_file, "this folder": Path.cwd()}
-    check_rendered(places | {"overrides": overrides, "--sweep": points})
-    return wanted
+        task_config = load_config(config_file, [*overrides, *point])
+        if points and task_config.checkpoint.dir:
+            # Tasks that shared a folder would share its run: the second task would find it finished.
+            task_folder = f"{task_config.checkpoint.dir.rstrip('/')}/{number}"
+            point[:] = drop_overridden([*point, as_override("checkpoint.dir", task_folder)])
+        devices = task_config.launch.nodes * max(1, task_config.launch.gpus_per_node)
+        check_batch(task_config, devices)
+        check_rendered(task_config.model_dump())
+    swept_keys = {setting.partition("=")[0] for point in points for setting in point}
+    shared = [setting for setting in drop_overridden(overrides) if setting.partition("=")[0] not in swept_keys]
+    job = Job(config, config_file.absolute(), shared, points, list(flags))
+    paths = {"run.dir": job.run_dir, "--config": job.config_file, "this folder": Path.cwd()}
+    check_rendered(paths | {"overrides": overrides, "--sweep": points})
+    return job
 
 
 def _points(sweep: list[str]) -> list[list[str]]:
-    """`["a=1,2", "b=3,4"]`: a=1 b=3, a=1 b=4, a=2 b=3, a=2 b=4."""
+    """Returns all combinations: of `["a=1,2", "b=3,4"]` a=1 b=3, a=1 b=4, a=2 b=3, a=2 b=4."""
     choices = []
     for text in sweep:
         name, equals, values = text.partition("=")
         if not equals or not name or not all(values.split(",")):
             raise ConfigError(f"--sweep: {text!r} is not key=VALUE,VALUE; correct it")
-        if name.partition(".")[0] in _ONE_FOR_ALL:
-            raise ConfigError(f"--sweep: {name} is one for all tasks of a job; give it as {name}=VALUE")
+        if name.partition(".")[0] in _JOB_SECTIONS:
+            raise ConfigError(f"--sweep: {name} must be the same for all tasks of a job; give it as {name}=VALUE")
         if name == "run.dir":
-            raise ConfigError("--sweep: run.dir is one already for each task, by its number; leave it out")
+            raise ConfigError("--sweep: each task has its own run.dir already, by its number; leave it out")
         choices.append([f"{name}={value}" for value in values.split(",")])
     return [list(point) for point in product(*choices)] if choices else []
 
 
-def cost(wanted: Job) -> float | None:
-    """Of all GPUs of all its tasks until the time limit; None if that, or their price, is not known."""
-    launch = wanted.config.launch
+def cost(job: Job) -> float | None:
+    """Returns the cost of all GPUs of all tasks until the time limit; None if the limit or the price is not known."""
+    launch = job.config.launch
     if launch.cost_per_gpu_hour is None or launch.hours is None:
         return None
-    gpus = (launch.nodes + launch.spare_nodes) * launch.gpus_per_node * max(1, len(wanted.sweep))
+    gpus = (launch.nodes + launch.spare_nodes) * launch.gpus_per_node * max(1, len(job.sweep))
     return gpus * launch.hours * launch.cost_per_gpu_hour
 
 
-def cost_per_hour(wanted: Job) -> float | None:
-    """Of all GPUs of a JobSet, which has no time limit and no spare nodes; None if their price is not known."""
-    launch = wanted.config.launch
+def cost_per_hour(job: Job) -> float | None:
+    """Returns the cost of all GPUs of a JobSet per hour; None if their price is not known. A JobSet has no time limit
+    and no spare nodes."""
+    launch = job.config.launch
     price = launch.cost_per_gpu_hour
     return None if price is None else launch.nodes * launch.gpus_per_node * price

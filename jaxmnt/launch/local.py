@@ -1,4 +1,5 @@
-"""Several processes of one run on this machine: output prefixed, logs kept, stopped when one fails, started again."""
+"""Runs several processes of one run on this machine: prefixes their output, keeps logs, stops all when one fails, and
+restarts them."""
 
 import argparse
 import contextlib
@@ -26,7 +27,7 @@ from jaxmnt.distributed.identity import VARIABLES
 from jaxmnt.distributed.local_gpus import Neighbours, assigned_gpus, computes_on_cpus, gpus_here, visible_gpus
 from jaxmnt.distributed.malloc import huge_pages
 from jaxmnt.errors import ConfigError, ExitCode, counted, printable, remark
-from jaxmnt.launch.ledger import event_marks, events_since, waited_in_vain
+from jaxmnt.launch.ledger import event_marks, events_since, peers_never_appeared
 from jaxmnt.launch.restarts import Restarts
 from jaxmnt.output import outlive_output
 from jaxmnt.run.arguments import parse_arguments
@@ -34,115 +35,118 @@ from jaxmnt.telemetry.events import last_commit
 from jaxmnt.telemetry.progress import RELAY_MARK, StatusLine, Work, working
 
 _GRACE_SECONDS = 10.0
-"""How long the others may take to end by themselves after one has failed."""
+"""Time that processes have to end after SIGTERM, before SIGKILL."""
 
 _PATIENCE_SECONDS = 2.0
-"""How long to look for the process at fault after one has ended because of a peer."""
+"""Time to look for the process at fault after one has ended because of a peer."""
 
 _NOTICE_SECONDS = 2.0
-"""How long the others may take to notice one that failed, and to name it in their events, before they are told to
-end."""
+"""Time that the others have to notice a failed process, and to name it in their events, before they are told to end."""
 
 _POLL_SECONDS = 0.05
 
 _ERROR = ": error: "
-"""What stands between the name of a process and the words of its error, as `errors.report` writes them."""
+"""Separator of a process's name and the text of its error, as `errors.report` writes them."""
 
 _LOGGED_SECONDS = 10.0
-"""How often a log keeps what the terminal shows in place."""
+"""Shortest time between two lines in a log that the terminal shows in place."""
 
 _FOLLOW_SECONDS = 120.0
-"""How long the others may take to end after one has stopped early."""
+"""Time that the others have to end after one has stopped early."""
 
-_ENDED_BY_A_PEER = (ExitCode.PEER, -signal.SIGABRT)
+_PEER_CODES = (ExitCode.PEER, -signal.SIGABRT)
+"""Exit codes of a process that ended because another one failed. JAX's runtime aborts such processes."""
 
 
 @dataclass(frozen=True)
 class Local:
-    """What is started, and where."""
+    """The command to start on this machine."""
 
     arguments: list[str]
-    """Of jaxmnt.train."""
+    """Arguments of jaxmnt.train."""
     config: Config
     devices: int | None
-    """Virtual CPU devices of each process; None for what it has."""
+    """Virtual CPU devices of each process; None for the devices that it has."""
     module: tuple[str, ...] = ("jaxmnt.train",)
-    """What each process runs, with arguments that come before those of jaxmnt.train."""
+    """Module that each process runs, with arguments that precede `arguments`."""
     cores: int | None = None
-    """Of each process; None: on CPUs they share all."""
+    """CPU cores of each process; None divides all cores evenly if the processes compute on CPUs."""
 
 
 def launch(local: Local, processes: int, restarts: Restarts) -> int:
-    """Runs a config in `processes` processes, again after failures as `restarts` has it; returns the exit code.
+    """Runs a config in `processes` processes, and restarts them after failures by `restarts`. Returns the exit code.
 
-    SIGINT, SIGTERM, SIGHUP and SIGUSR1 are passed on; after one nothing is started again. They are ignored from the
-    return on: the caller has nothing left but to exit with the code, which a signal must not replace. Raises
-    `ConfigError` for arguments that no process could use.
+    SIGINT, SIGTERM, SIGHUP and SIGUSR1 are passed on to the processes; after one there are no restarts. From the return
+    on they are ignored: the caller only exits with the code, which a signal must not replace. Raises `ConfigError` for
+    arguments that no process could use.
     """
     outlive_output()
     run_dir, log_dir = local.config.run_dir, _log_dir(local)
-    with _LocalProcesses(local, log_dir) as crew:
+    with _LocalProcesses(local, log_dir) as group:
         while True:
             earlier = event_marks(run_dir)
-            code, why = crew.run(processes)
+            code, why = group.run(processes)
             if why:
                 remark(why)
-            if crew.asked:
+            if group.signals:
                 return code
-            waited = code == ExitCode.STOPPED and waited_in_vain(events_since(run_dir, earlier))
+
+            waited = code == ExitCode.STOPPED and peers_never_appeared(events_since(run_dir, earlier))
             verdict = restarts.after(code, processes, last_commit(run_dir), waited=waited)
             if verdict.why:
                 remark(verdict.why)
             if verdict.processes is None:
                 return code
-            _wait(lambda: bool(crew.asked), verdict.wait_seconds)
-            if crew.asked:
+
+            _wait(lambda: bool(group.signals), verdict.wait_seconds)
+            if group.signals:
                 return ExitCode.STOPPED  # nothing runs, and nothing is lost
             processes = verdict.processes
 
 
 class _LocalProcesses:
-    """The processes of a run, one start of them after the other."""
+    """The processes of a run, over all its starts."""
 
     def __init__(self, local: Local, log_dir: Path):
         self._local, self._log_dir = local, log_dir
         self._children: list[_Child] = []
         self._run_key = secrets.token_hex(RUN_KEY_BYTES)
-        self.asked: list[int] = []
-        """The signals that came."""
+        self.signals: list[int] = []
+        """Signals that were received."""
 
     def __enter__(self) -> "_LocalProcesses":
-        # Only we have the writing end: when we are gone, however that comes, our children read its end.
-        self._pipe, self._life = os.pipe()
-        early_signals.handle(self.hear)
+        # Only we have the writing end: however we end, our children then read end of file.
+        self._pipe_reader, self._pipe_writer = os.pipe()
+        early_signals.handle(self._on_signal)
         return self
 
     def __exit__(self, *_: object) -> None:
-        # Python restores the defaults when it ends, with which one more signal would replace the exit code. It leaves
-        # alone what is ignored.
+        # Python restores default handlers at exit, with which another signal would replace the exit code. It does not
+        # touch signals that are ignored.
         early_signals.ignore()
-        os.close(self._pipe)
-        os.close(self._life)
+        os.close(self._pipe_reader)
+        os.close(self._pipe_writer)
 
-    def hear(self, number: int, _: object) -> None:
-        self.asked.append(number)
+    def _on_signal(self, number: int, _: object) -> None:
+        self.signals.append(number)
         _send(self._children, number)
 
     def run(self, processes: int) -> tuple[int, str]:
-        """Makes one start of all processes, to the end of the last. Returns an exit code, and which process ended the
-        start, and how, in words; these are empty if none failed.
+        """Starts all processes, and waits until the last has ended. Returns an exit code, and a text that says which
+        process ended the start and how; it is empty if none failed.
 
-        The code is that of the first that failed by itself (a death by signal counts as 1), or 75 if any stopped early.
+        The code is that of the first process that failed by itself (a death by signal counts as 1), or 75 if any
+        stopped early.
         """
         with working(f"starting {counted(processes, 'process', 'processes')}") as work:
-            screen = _Screen(work, self.asked)
+            screen = _Screen(work, self.signals)
             try:
                 self._start(processes, screen)
-                failed = _watch(self._children, self.asked)
+                failed = _watch(self._children, self.signals)
             except BaseException:
                 _end(self._children)
                 raise
-            if failed is not None and not self.asked:
+            if failed is not None and not self.signals:
                 _wait_for_end(self._children, _NOTICE_SECONDS)
             _end(self._children)
             for child in self._children:
@@ -152,60 +156,63 @@ class _LocalProcesses:
             early = any(child.code != ExitCode.FINISHED for child in self._children)
             return int(ExitCode.STOPPED if early else ExitCode.FINISHED), ""
         assert failed.code is not None
-        lost = failed.code in _ENDED_BY_A_PEER
-        code = int(ExitCode.PEER if lost else failed.code if failed.code > 0 else ExitCode.FAILURE)
+        if failed.code in _PEER_CODES:
+            code = int(ExitCode.PEER)
+        else:
+            code = failed.code if failed.code > 0 else int(ExitCode.FAILURE)
         reason = f"process {failed.number} {failed.exit_reason}; its log is {printable(str(failed.log_path))}"
         return code, reason + ("; run the same command again to go on" if failed.code < 0 else "")
 
     def _start(self, processes: int, screen: "_Screen") -> None:
-        """A signal that came before a process was there is handed on to it when it is."""
-        local, coordinator = self._local, f"127.0.0.1:{_free_port()}"
+        """Starts the processes. A process also gets the signals that arrived before it was started."""
+        local = self._local
+        coordinator = f"127.0.0.1:{_free_port()}"
         self._children.clear()
         for number in range(processes):
             environment = _environment(number, processes, coordinator, local.devices)
             environment[RUN_KEY] = self._run_key
             arguments = [*local.module, *local.arguments, *_settings(number, processes, environment)]
-            self._children.append(_Child(number, arguments, self._log_dir, environment, self._pipe, screen))
+            self._children.append(_Child(number, arguments, self._log_dir, environment, self._pipe_reader, screen))
             if local.cores is not None or computes_on_cpus(environment):
                 _give_cores(self._children[-1].process.pid, number, processes, local.cores)
-            for signal_number in self.asked:
+            for signal_number in self.signals:
                 _send(self._children[-1:], signal_number)
 
 
 class _Screen:
-    """Where the lines of the processes of one start are shown."""
+    """Shows the lines of the processes of one start."""
 
-    def __init__(self, work: Work, asked: Sequence[int]):
-        """What `work` shows ends with the first line; `asked` are the signals so far."""
-        self._work, self._asked = work, asked
-        self._interrupts = asked.count(signal.SIGINT)
+    def __init__(self, work: Work, signals: Sequence[int]):
+        """The first line ends the display of `work`. `signals` is the growing list of received signals."""
+        self._work, self._signals = work, signals
+        self._interrupts = signals.count(signal.SIGINT)
         self._lock = threading.Lock()
         self._status = StatusLine(sys.stdout or io.StringIO())
         self._errors: dict[str, int] = {}
 
     @property
     def columns(self) -> int:
-        """How wide a line may be that is shown in place; 0 where there is no terminal."""
+        """Width of a line that is shown in place; 0 without a terminal."""
         return shutil.get_terminal_size().columns if self._status.live else 0
 
     def show(self, sink: TextIO, number: int, line: str) -> None:
-        """Writes a line of process `number`. A terminal may have put ^C before it, which is then a line of its own.
+        """Writes a line of process `number`, on a new line if the terminal has just shown ^C.
 
-        An error that another process has said in the same words is not shown again.
+        An error that another process has reported in the same words is not repeated.
         """
         self._work.does("")
         with self._lock:
             error = line.partition(_ERROR)[2]
             if error and self._errors.setdefault(error, number) != number:
                 return
-            before, self._interrupts = self._interrupts, self._asked.count(signal.SIGINT)
+            before, self._interrupts = self._interrupts, self._signals.count(signal.SIGINT)
             interrupted = self._interrupts > before
             self._status.clear()
             sink.write(("\n" if interrupted and sink.isatty() else "") + _prefix(number) + line)
             sink.flush()
 
     def show_in_place(self, number: int, text: str) -> None:
-        """Shows a line of process `number` until there is another; an empty text clears it."""
+        """Shows a line of process `number` until another is shown; an empty text clears it."""
         self._work.does("")
         with self._lock:
             if text:
@@ -214,7 +221,7 @@ class _Screen:
                 self._status.clear()
 
     def clear(self) -> None:
-        """Removes what is shown in place."""
+        """Removes the line that is shown in place."""
         self._status.clear()
 
 
@@ -223,7 +230,7 @@ def _prefix(number: int) -> str:
 
 
 class _Child:
-    """One process, with threads that pass on its output line by line."""
+    """A process, with threads that pass on its output line by line."""
 
     def __init__(
         self, number: int, arguments: list[str], log_dir: Path, environment: dict[str, str], pipe: int, screen: _Screen
@@ -231,14 +238,14 @@ class _Child:
         self.number = number
         self._screen = screen
         self.log_path = log_dir / f"process-{number}.log"
-        self._buried = False
+        self._group_killed = False
         self._log = self.log_path.open("a", encoding="utf-8")
         self._logged_in_place = -math.inf
         columns = max(0, screen.columns - len(_prefix(number)))
-        own_arguments = [str(pipe), str(self.log_path.absolute()), str(columns)]
-        # A session of its own: the terminal's Ctrl-C reaches it once, through us.
+        child_arguments = [str(pipe), str(self.log_path.absolute()), str(columns)]
+        # In a session of its own the child gets the terminal's Ctrl-C only once, from us.
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "jaxmnt.launch.child", *own_arguments, *arguments],
+            [sys.executable, "-m", "jaxmnt.launch.child", *child_arguments, *arguments],
             env=environment,
             pass_fds=(pipe,),
             stdin=subprocess.DEVNULL,
@@ -257,16 +264,18 @@ class _Child:
 
     @property
     def code(self) -> int | None:
-        """None while it runs; negative if a signal ended it. What it has started, and left behind, is then ended."""
+        """Exit code; None while the process runs, negative if a signal ended it. Once it has ended, processes that it
+        has left behind are killed."""
         code = self.process.poll()
-        if code is not None and not self._buried:
-            self._buried = True  # now, because its number may be another's later
-            with contextlib.suppress(ProcessLookupError, PermissionError):  # nobody is left in its group
+        if code is not None and not self._group_killed:
+            self._group_killed = True  # only now, because its number may be reused later
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # its group is empty
                 os.killpg(self.process.pid, signal.SIGKILL)
         return code
 
     @property
     def exit_reason(self) -> str:
+        """Phrase that says how the process ended."""
         assert self.code is not None
         if self.code < 0:
             return f"was ended by {signal.Signals(-self.code).name}"
@@ -275,60 +284,62 @@ class _Child:
         return f"failed with exit code {self.code}"
 
     def finish(self) -> None:
+        """Waits for the rest of the output, and closes the log."""
         for thread in self._threads:
             thread.join(timeout=5)
         with contextlib.suppress(OSError):
             self._log.close()
 
     def _pass_on(self, source: IO[str], sink: TextIO | None) -> None:
-        shown = sink is not None  # it is None where our own was closed
-        for line in source:  # to the end, whatever becomes of log and sink: a full pipe would stop the process
+        """Writes lines of `source` to the log and to `sink`, which is None if our own stream was closed."""
+        shown = sink is not None
+        for line in source:  # read to the end, even if log and sink fail: a full pipe would block the process
             if line.startswith(RELAY_MARK):
                 self._show_in_place(line.removeprefix(RELAY_MARK))
                 continue
-            self._keep(line)
+            self._write_log(line)
             if sink is not None and shown and line.strip():
                 try:
                     self._screen.show(sink, self.number, line)
                 except (OSError, ValueError) as error:
                     shown = False
-                    self._keep(f"(the launcher shows no more of this: {error})\n")
+                    self._write_log(f"(the launcher shows no more of this: {error})\n")
                     _discard(sink)
 
     def _show_in_place(self, line: str) -> None:
         now = time.monotonic()
         if line.strip() and now - self._logged_in_place >= _LOGGED_SECONDS:
             self._logged_in_place = now
-            self._keep(line)
-        with contextlib.suppress(OSError, ValueError):  # a line that stays finds out that nobody reads
+            self._write_log(line)
+        with contextlib.suppress(OSError, ValueError):  # `_pass_on` handles a closed terminal
             self._screen.show_in_place(self.number, line.rstrip())
 
-    def _keep(self, line: str) -> None:
-        with contextlib.suppress(OSError):  # a full disk: the lines are shown anyway
+    def _write_log(self, line: str) -> None:
+        with contextlib.suppress(OSError):  # on a full disk the lines are still shown
             self._log.write(line)
             self._log.flush()
 
 
 def _discard(sink: TextIO) -> None:
-    """Lets what is left in the buffer of a stream that has no reader go nowhere, also when we exit."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, sink.fileno())
-    os.close(nowhere)
+    """Redirects a stream that has lost its reader to /dev/null, so that flushing its buffer at exit does not fail."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, sink.fileno())
+    os.close(null)
 
 
-def _watch(children: list[_Child], asked: Sequence[int]) -> _Child | None:
-    """Waits for all to end well (None), or for the first to fail by itself.
+def _watch(children: list[_Child], signals: Sequence[int]) -> _Child | None:
+    """Waits until all processes have ended well, or the first has failed by itself. Returns that one, or None.
 
-    A process that failed because another is gone says so with its exit code, or is aborted by JAX's runtime; the
-    other one is then given a moment to be found. One that does not follow the others when they have stopped is not
-    waited for: they have saved together, or given up waiting for it.
+    A process that failed because another is gone says so with its exit code, or is aborted by JAX's runtime; then the
+    one at fault has a moment to be found. If some have stopped early, a process that does not follow is not waited for:
+    the others have saved together, or given up waiting for it.
     """
     limits: dict[float, float] = {}
     while True:
-        # Asked once a round: a child that ends between two questions must not be judged by half of the answers.
+        # Codes are read once a round, so that a child that ends meanwhile is not judged inconsistently.
         codes = [child.code for child in children]
-        failed = [child for child, code in zip(children, codes, strict=True) if not _ended_well(code, asked)]
-        by_itself = [child for child in failed if child.code not in _ENDED_BY_A_PEER]
+        failed = [child for child, code in zip(children, codes, strict=True) if not _ended_well(code, signals)]
+        by_itself = [child for child in failed if child.code not in _PEER_CODES]
         if by_itself:
             return by_itself[0]
         now = time.monotonic()
@@ -341,14 +352,14 @@ def _watch(children: list[_Child], asked: Sequence[int]) -> _Child | None:
         time.sleep(_POLL_SECONDS)
 
 
-def _ended_well(code: int | None, asked: Sequence[int]) -> bool:
-    """None is a process that still runs. A process that was ended by a signal we handed on had no handler for it yet,
-    and nothing to lose."""
-    return code in (None, ExitCode.FINISHED, ExitCode.STOPPED) or -code in asked
+def _ended_well(code: int | None, signals: Sequence[int]) -> bool:
+    """Returns True if a process still runs (None) or has not failed. One that was killed by a signal that we passed on
+    had no handler yet, and so no work to lose."""
+    return code in (None, ExitCode.FINISHED, ExitCode.STOPPED) or -code in signals
 
 
 def _end(children: list[_Child]) -> None:
-    """Ends whatever still runs: by SIGTERM and, after a grace period, by SIGKILL."""
+    """Ends all processes that still run: by SIGTERM and, after a grace period, by SIGKILL."""
     _send(children, signal.SIGTERM)
     _wait_for_end(children, _GRACE_SECONDS)
     _send(children, signal.SIGKILL)
@@ -358,12 +369,12 @@ def _end(children: list[_Child]) -> None:
 
 
 def _wait_for_end(children: list[_Child], seconds: float) -> None:
-    """Waits until all have ended, for no longer than `seconds`."""
+    """Waits until all processes have ended, for no longer than `seconds`."""
     _wait(lambda: all(child.code is not None for child in children), seconds)
 
 
 def _wait(is_over: Callable[[], bool], seconds: float) -> None:
-    """Waits until `is_over` says so, for no longer than `seconds`."""
+    """Waits until `is_over()` is true, for no longer than `seconds`."""
     deadline = time.monotonic() + seconds
     while not is_over() and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)
@@ -376,6 +387,7 @@ def _send(children: list[_Child], number: int) -> None:
 
 
 def _environment(number: int, processes: int, coordinator: str, devices: int | None) -> dict[str, str]:
+    """Returns the environment of process `number`."""
     environment = dict(os.environ, PYTHONUNBUFFERED="1")
     environment[VARIABLES["coordinator"]] = coordinator
     environment[VARIABLES["processes"]] = str(processes)
@@ -387,31 +399,38 @@ def _environment(number: int, processes: int, coordinator: str, devices: int | N
     return environment
 
 
-def check_cores(processes: int, each: int | None) -> None:
-    """Raises `ConfigError` if there are not so many cores for each process."""
-    if each is None:
+def check_cores(processes: int, per_process: int | None) -> None:
+    """Raises `ConfigError` if this machine has too few cores for `per_process` of them each."""
+    if per_process is None:
         return
     if not hasattr(os, "sched_setaffinity"):
         raise ConfigError("--cores-per-process: this system cannot bind processes to cores; leave it out")
     cores = len(os.sched_getaffinity(0))
-    if processes * each > cores:
-        raise ConfigError(f"--cores-per-process: {processes} × {each} cores are more than the {cores} here; lower it")
+    if processes * per_process > cores:
+        raise ConfigError(
+            f"--cores-per-process: {processes} × {per_process} cores are more than the {cores} here; lower it"
+        )
 
 
-def _give_cores(pid: int, number: int, processes: int, each: int | None = None) -> None:
-    """Its own share of our cores, where there are enough: XLA makes a thread for each core that a process may use, and
-    the threads of several would get into each other's way."""
+def _give_cores(pid: int, number: int, processes: int, per_process: int | None = None) -> None:
+    """Binds a process to its own share of our cores, if there is at least one core for each process.
+
+    XLA creates a thread for each core that a process may use, so without this the processes would compete for cores.
+    """
     if not hasattr(os, "sched_setaffinity"):  # macOS
         return
     cores = sorted(os.sched_getaffinity(0))
-    begin, end = (len(cores) * count // processes if each is None else count * each for count in (number, number + 1))
+    if per_process is None:
+        begin, end = len(cores) * number // processes, len(cores) * (number + 1) // processes
+    else:
+        begin, end = number * per_process, (number + 1) * per_process
     if len(cores) >= processes:
-        with contextlib.suppress(ProcessLookupError):  # it has ended already, which is found elsewhere
+        with contextlib.suppress(ProcessLookupError):  # it has ended already, which `_watch` notices
             os.sched_setaffinity(pid, cores[begin:end])
 
 
 def _settings(number: int, processes: int, environment: dict[str, str]) -> list[str]:
-    """What only this launcher knows: that its own word counts, and which GPUs are whose."""
+    """Returns the settings that only this launcher knows: that it is the launcher, and the GPUs of the process."""
     settings = ["cluster.launcher=explicit"]
     if environment.get("JAX_PLATFORMS") != "cpu":
         here = gpus_here()
@@ -427,8 +446,8 @@ def local_run(
     module: tuple[str, ...] = ("jaxmnt.train",),
     parse: Callable[[list[str]], argparse.Namespace] = parse_arguments,
 ) -> Local:
-    """What is to be started; `parse` reads the arguments, which have a config and overrides. Reading them here also
-    finds mistakes once instead of once a process."""
+    """Returns what to start. `parse` reads the arguments, which name a config and overrides; reading them here reports
+    a mistake once instead of once per process."""
     from jaxmnt.config import load_config
 
     if not train_arguments:
@@ -444,13 +463,13 @@ def local_run(
 
 
 def _log_dir(local: Local) -> Path:
-    """Makes the run's folder of logs."""
+    """Creates the run's folder of logs."""
     log_dir = local.config.run_dir / "logs"
     try:
         log_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(
-            f"run.dir: {printable(str(log_dir))} cannot be made: {error.strerror}; choose another run.dir"
+            f"run.dir: {printable(str(log_dir))} cannot be created: {error.strerror}; choose another run.dir"
         ) from error
     return log_dir
 

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jaxmnt.commands import HERE, Parser, run_command, write_file
+from jaxmnt.commands import LOCAL_EXIT_CODES, Parser, run_command, write_file
 from jaxmnt.config import Config, load_config
 from jaxmnt.config.own_code import attributing_user_errors
 from jaxmnt.errors import ConfigError, ExitCode, counted
@@ -241,7 +241,7 @@ def _read_gpu_counts(text: str, per_host: int) -> list[int]:
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
-    parser = Parser("python -m jaxmnt.plan", description=__doc__, codes=HERE)
+    parser = Parser("python -m jaxmnt.plan", description=__doc__, codes=LOCAL_EXIT_CODES)
     parser.add_argument("--config", required=True, type=Path, metavar="FILE", help="the config of the run")
     parser.add_argument("--target", required=True, metavar="CHIP", help="a GPU such as h100, or an instance type")
     parser.add_argument("--gpus", required=True, metavar="N[,N…]", help="number of GPUs, or several to choose from")

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from jaxmnt.commands import CHECKS, Parser, path_argument
+from jaxmnt.commands import CHECK_EXIT_CODES, Parser, path_argument
 
 _DESCRIPTION = """python -m jaxmnt.preflight --config FILE [key=value …]
 
@@ -17,7 +17,7 @@ _WAIT_SECONDS = 45.0
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     """Parses the arguments. Raises `ConfigError` for invalid ones."""
-    parser = Parser("python -m jaxmnt.preflight", description=_DESCRIPTION, codes=CHECKS)
+    parser = Parser("python -m jaxmnt.preflight", description=_DESCRIPTION, codes=CHECK_EXIT_CODES)
     parser.add_argument("--config", type=path_argument, metavar="FILE", help="the config of the run")
     parser.add_argument("--explain", action="store_true", help="print which process this is, and from which variables")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")

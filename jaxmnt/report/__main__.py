@@ -7,7 +7,7 @@ needed.
 import argparse
 from pathlib import Path
 
-from jaxmnt.commands import HERE, Parser, run_command, write_file
+from jaxmnt.commands import LOCAL_EXIT_CODES, Parser, run_command, write_file
 from jaxmnt.errors import ExitCode, printable
 
 _PAGE = "report.html"
@@ -53,7 +53,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
-    parser = Parser("python -m jaxmnt.report", description=__doc__, codes=HERE)
+    parser = Parser("python -m jaxmnt.report", description=__doc__, codes=LOCAL_EXIT_CODES)
     parser.add_argument("run", nargs="+", metavar="RUN", help="run directory")
     parser.add_argument(
         "--output", type=Path, metavar="FILE",

@@ -3,7 +3,7 @@
 import argparse
 import re
 
-from jaxmnt.commands import RUN, Parser, fitted, path_argument
+from jaxmnt.commands import RUN_EXIT_CODES, Parser, fitted, path_argument
 from jaxmnt.errors import ConfigError, ExitCode
 from jaxmnt.plan.dry_run import add_arguments, check_arguments
 
@@ -23,7 +23,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     keys = ""
     if _asks_for_help(arguments):
         keys = f"config keys (--help TOPIC shows those of a section alone):\n{help_text()}"
-    parser = Parser("python -m jaxmnt.train", description=_DESCRIPTION, codes=RUN, epilog=keys)
+    parser = Parser("python -m jaxmnt.train", description=_DESCRIPTION, codes=RUN_EXIT_CODES, epilog=keys)
     parser.add_argument("--config", type=path_argument, required=True, metavar="FILE", help="YAML file with the config")
     parser.add_argument(
         "--replay",

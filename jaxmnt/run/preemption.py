@@ -109,7 +109,7 @@ class StopRequest:
         self._scope.callback(signal.set_wakeup_fd, before)
         self._scope.callback(early_signals.restore, early_signals.handle(lambda *_: None))
         # Signals that came earlier are handled like later ones.
-        self._wakeup_write.send(bytes(early_signals.taken()))
+        self._wakeup_write.send(bytes(early_signals.take_received()))
         self._thread.start()
         return self
 
