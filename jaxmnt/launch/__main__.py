@@ -56,7 +56,7 @@ def _on_cluster(options: argparse.Namespace) -> int:
         flag for flag, is_set in (("--accept-changes", options.accept_changes), ("--fresh", options.fresh)) if is_set
     ]
     job = make_job(Path(options.config), [*options.overrides, *nodes], options.sweep, flags)
-    for name, source in wanted.config.data.named_sources.items():
+    for name, source in job.config.data.named_sources.items():
         if source.path is not None and not Path(source.path).exists():
             remark(f"note: the data {source.path} ({name}) is not on this machine; the job's nodes must have it")
     if options.dry_run:
