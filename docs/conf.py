@@ -29,7 +29,8 @@ default_role = "code"
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_preserve_defaults = True
-autodoc_class_signature = "separated"
+autodoc_class_signature = "mixed"
+smartquotes = False  # it would turn the dashes of options in help texts into others
 nitpicky = False  # names of JAX and NumPy are not resolved: no page is read from the network
 
 myst_enable_extensions = ["colon_fence", "deflist"]
@@ -41,9 +42,18 @@ nb_execution_raise_on_error = True
 nb_execution_cache_path = str(ROOT / "docs" / "_build" / "notebooks")
 
 
+_ABOUT_SETTINGS = """Every key of a config, as `python -m jaxmnt.train --help` lists them. A config file may extend another file
+(`extends: FILE`), and top-level keys that begin with `x-` hold YAML anchors.
+
+*Changed on resume* says what a start does if the value differs from that of the run: *harmless* and *planned* are allowed,
+*changes the maths* needs `--accept-changes`, and *breaks resume* is refused: begin a branch (`run.fork_from`) or start anew
+(`--fresh`). A planned change must only affect later steps, and must not change the next step's learning rate by more than a
+factor of 1.5. [Checkpoints](checkpoints.md#going-on-with-another-config) has the details."""
+
+
 def write_settings() -> None:
     """Writes settings.md, a table of each section of the config, from the config's own types."""
-    from jaxmnt.config.describe import RESUME_LABELS, fields_by_key
+    from jaxmnt.config.describe import CHANGEABLE_MATHS, ORIGIN_KEYS, RESUME_LABELS, fields_by_key
     from jaxmnt.config.explain import describe_values
 
     sections: dict[str, list[str]] = {}
@@ -51,13 +61,17 @@ def write_settings() -> None:
         section = name.partition(".")[0] if "." in name else "top level"
         default = json.dumps(field["default"], ensure_ascii=False) if "default" in field else "required"
         meaning = RESUME_LABELS[field["resume"]] if "resume" in field else ""
+        if name in CHANGEABLE_MATHS:
+            meaning = "planned"
+        elif name in ORIGIN_KEYS:
+            meaning = "only at the first start"
+        elif name.startswith("data.") and field.get("path"):
+            meaning = "harmless with the same contents"
         cells = [f"`{name}`", describe_values(field), f"`{default}`", meaning, field["description"]]
         sections.setdefault(section, []).append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     head = "| Setting | Takes | Default | Changed on resume | |\n| --- | --- | --- | --- | --- |\n"
     pages = [f"## {section}\n\n{head}" + "\n".join(rows) for section, rows in sections.items()]
-    text = "# Settings\n\nEvery key of a config, as `python -m jaxmnt.train --help` lists them.\n\n" + "\n\n".join(
-        pages
-    )
+    text = "# Settings\n\n" + _ABOUT_SETTINGS + "\n\n" + "\n\n".join(pages)
     path = ROOT / "docs" / "settings.md"
     if not path.exists() or path.read_text(encoding="utf-8") != text:
         path.write_text(text, encoding="utf-8")
@@ -85,8 +99,15 @@ def link_among_included_pages(_: Sphinx, path: Path, parent: str, content: list[
         content[0] = re.sub(rf"\]\({outside}\.md", f"]({page}.md", content[0])
 
 
+def drop_field_numbers(_: Sphinx, what: str, name: str, item: object, options: object, lines: list[str]) -> None:
+    """Removes the text that Python gives to fields of a NamedTuple without a doc string."""
+    if lines and lines[0].startswith("Alias for field number"):
+        lines.clear()
+
+
 def setup(app: Sphinx) -> None:
     """Writes the generated page before Sphinx reads the sources."""
     write_settings()
     app.connect("source-read", link_to_included_pages)
     app.connect("include-read", link_among_included_pages)
+    app.connect("autodoc-process-docstring", drop_field_numbers)
