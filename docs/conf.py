@@ -42,13 +42,13 @@ nb_execution_raise_on_error = True
 nb_execution_cache_path = str(ROOT / "docs" / "_build" / "notebooks")
 
 
-_ABOUT_SETTINGS = """Every key of a config, as `python -m jaxmnt.train --help` lists them. A config file may extend another file
-(`extends: FILE`), and top-level keys that begin with `x-` hold YAML anchors.
+_ABOUT_SETTINGS = """Every key of a config, as `python -m jaxmnt.train --help` lists them. A config file may extend
+another file (`extends: FILE`), and top-level keys that begin with `x-` hold YAML anchors.
 
-*Changed on resume* says what a start does if the value differs from that of the run: *harmless* and *planned* are allowed,
-*changes the maths* needs `--accept-changes`, and *breaks resume* is refused: begin a branch (`run.fork_from`) or start anew
-(`--fresh`). A planned change must only affect later steps, and must not change the next step's learning rate by more than a
-factor of 1.5. [Checkpoints](checkpoints.md#going-on-with-another-config) has the details."""
+*Changed on resume* says what a start does if the value differs from that of the run: *harmless* and *planned* are
+allowed, *changes the maths* needs `--accept-changes`, and *breaks resume* is refused: begin a branch (`run.fork_from`)
+or start anew (`--fresh`). A planned change must only affect later steps, and must not change the next step's learning
+rate by more than a factor of 1.5. [Checkpoints](checkpoints.md#going-on-with-another-config) has the details."""
 
 
 def write_settings() -> None:
