@@ -45,14 +45,14 @@ nb_execution_cache_path = str(ROOT / "docs" / "_build" / "notebooks")
 _ABOUT_SETTINGS = """Every key of a config, as `python -m jaxmnt.train --help` lists them. A config file may extend
 another file (`extends: FILE`), and top-level keys that begin with `x-` hold YAML anchors.
 
-*Changed on resume* says what a start does if the value differs from that of the run: *harmless* and *planned* are
+*On resume* says what a start does if the value differs from that of the run: *harmless* and *planned* are
 allowed, *changes the maths* needs `--accept-changes`, and *breaks resume* is refused: begin a branch (`run.fork_from`)
 or start anew (`--fresh`). A planned change must only affect later steps, and must not change the next step's learning
 rate by more than a factor of 1.5. [Checkpoints](checkpoints.md#going-on-with-another-config) has the details."""
 
 
 def write_settings() -> None:
-    """Writes settings.md, a table of each section of the config, from the config's own types."""
+    """Writes settings.md, each section of the config with its keys, from the config's own types."""
     from jaxmnt.config.describe import CHANGEABLE_MATHS, ORIGIN_KEYS, RESUME_LABELS, fields_by_key
     from jaxmnt.config.explain import describe_values
 
@@ -67,11 +67,11 @@ def write_settings() -> None:
             meaning = "only at the first start"
         elif name.startswith("data.") and field.get("path"):
             meaning = "harmless with the same contents"
-        cells = [f"`{name}`", describe_values(field), f"`{default}`", meaning, field["description"]]
-        sections.setdefault(section, []).append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-    head = "| Setting | Takes | Default | Changed on resume | |\n| --- | --- | --- | --- | --- |\n"
-    pages = [f"## {section}\n\n{head}" + "\n".join(rows) for section, rows in sections.items()]
-    text = "# Settings\n\n" + _ABOUT_SETTINGS + "\n\n" + "\n\n".join(pages)
+        facts = [describe_values(field), f"default `{default}`", *([f"on resume: {meaning}"] if meaning else [])]
+        entry = f"`{name}`\n: {field['description']}\\\n  *{facts[0]}* · {' · '.join(facts[1:])}"
+        sections.setdefault(section, []).append(entry)
+    pages = [f"## {section}\n\n" + "\n\n".join(entries) for section, entries in sections.items()]
+    text = "# Settings\n\n" + _ABOUT_SETTINGS + "\n\n" + "\n\n".join(pages) + "\n"
     path = ROOT / "docs" / "settings.md"
     if not path.exists() or path.read_text(encoding="utf-8") != text:
         path.write_text(text, encoding="utf-8")
