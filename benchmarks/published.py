@@ -305,13 +305,16 @@ def table(rows: Sequence[Row], left: Counter[str], unseen: Mapping[str, Constant
     lines += [
         "",
         f"All {len(rows)} rows: median error {percent(statistics.median(error))}, {within(error)} of them within 30 %. "
-        f"By constants that were fitted without the publisher: {percent(statistics.median(blind))}, {within(blind)} "
-        f"within 30 %. With one factor a source, fitted on one half and held against the other: "
+        "With constants that were fitted without the rows of the publisher, the median error is "
+        f"{percent(statistics.median(blind))}, with {within(blind)} within 30 %. "
+        "With one factor a source, fitted on one half and held against the other: "
         f"{percent(statistics.median(factor))}. {len(taus)} groups of runs of a source and model that differ in mesh, "
         f"batch or execution, and by more than {percent(NOISE)}: Kendall's tau "
         f"{statistics.fmean(taus):.2f} on average.",
         "",
-        "Left out: " + "; ".join(f"{count} because of {reason}" for reason, count in sorted(left.items())) + ".",
+        "Rows that are left out, by reason: "
+        + "; ".join(f"{reason} ({count})" for reason, count in sorted(left.items()))
+        + ".",
     ]
     return "\n".join(lines)
 
