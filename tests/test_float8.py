@@ -28,7 +28,7 @@ from jaxmnt.training.build import build_spec
 from jaxmnt.training.compile import compile_step
 from jaxmnt.training.state import abstract_state
 
-HOW = Float8(least=16, native=False)
+HOW = Float8(min_size=16, native=False)
 RING_OF_4 = ("mesh.fsdp=32", "mesh.model=4", "model.overlap=ring", "train.float8_least=512")
 
 

@@ -79,7 +79,7 @@ def pretend_cudnn(monkeypatch):
     numbers, statistics by document. What belongs to no document of a call is not written: NaN here."""
 
     def documents(q, k, lengths, first):
-        lengths, _, q_offsets, kv_offsets = cudnn._operands(q, k, lengths, first)
+        lengths, _, q_offsets, kv_offsets = cudnn._document_operands(q, k, lengths, first)
         assert q_offsets.shape == kv_offsets.shape == (len(q), lengths.shape[1] + 1)
         for number, size in enumerate(lengths.reshape(-1).tolist()):
             begins = [int(offsets.reshape(-1)[number]) for offsets in (q_offsets, kv_offsets)]
@@ -151,7 +151,7 @@ PACKED_CASES = [
 @pytest.mark.parametrize(("length", "heads", "kv_heads", "window", "document"), PACKED_CASES)
 def test_documents_are_kept_apart_in_cudnns_packed_form(length, heads, kv_heads, window, document, monkeypatch):
     """With a pretend cuDNN: the arithmetic around it. Rows of one document, and of more than a call takes."""
-    monkeypatch.setattr(cudnn, "DOCUMENT", document)
+    monkeypatch.setattr(cudnn, "MEAN_DOCUMENT_TOKENS", document)
     pretend_cudnn(monkeypatch)
     rng = np.random.default_rng(length)
     array = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)

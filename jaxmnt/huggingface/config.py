@@ -10,7 +10,7 @@ from typing import Any
 from jaxmnt.config.model import Model, RopeScaling
 from jaxmnt.errors import ConfigError, nearest, printable
 from jaxmnt.models.huggingface import HuggingFace
-from jaxmnt.models.registry import FAMILIES, OPTIONAL, family_class
+from jaxmnt.models.registry import FAMILIES, OPTIONAL_SETTINGS, family_class
 from jaxmnt.strict_json import json_text
 
 Tree = Mapping[str, Any]
@@ -167,7 +167,7 @@ def write_config(model: Model, extra: Tree) -> dict[str, Any]:
 def _check_can_be_written(model: Model, hf_format: HuggingFace) -> None:
     """Raises `ConfigError` if the model has a setting that transformers ignores in its family."""
     names = {setting.name for setting in hf_format.settings.values()} | {"local_rope_theta", "sliding_window_pattern"}
-    for name in OPTIONAL:
+    for name in OPTIONAL_SETTINGS:
         if name not in names and getattr(model, name) is not None:
             raise ConfigError(
                 f"model.{name}: a model with this setting cannot be exported, because transformers ignores it in "

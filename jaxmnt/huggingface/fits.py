@@ -18,7 +18,7 @@ from jaxmnt.huggingface.companions import bytes_tokenizer
 from jaxmnt.huggingface.config import SCALING_KEYS_OF_TYPE, SCALING_SETTINGS, read_config
 from jaxmnt.huggingface.folder import CONFIG, Folder
 from jaxmnt.models.contract import define
-from jaxmnt.models.registry import OPTIONAL, build_family, family_class
+from jaxmnt.models.registry import OPTIONAL_SETTINGS, build_family, family_class
 
 SCHEME = "hf:"
 """Prefix of a folder of Hugging Face in `run.init_from`."""
@@ -166,7 +166,7 @@ def computed_settings(model: Model) -> dict[str, Any]:
     """
     family = family_class(model.family)
     settings = flatten_tree(model.model_dump(exclude={*_NOT_COMPARED, "rope_scaling"}))
-    settings = {key: value for key, value in settings.items() if key not in OPTIONAL or key in family.settings}
+    settings = {key: value for key, value in settings.items() if key not in OPTIONAL_SETTINGS or key in family.settings}
     if "max_positions" in family.settings:
         # Learned positions, so no rotary ones.
         del settings["rope_theta"]

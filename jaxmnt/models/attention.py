@@ -23,7 +23,7 @@ from jaxmnt.parallel.sharding import Placement
 
 
 class Attention(nnx.Module):
-    """The projections of x to queries, keys and values, causal softmax attention, and the output projection."""
+    """Causal softmax attention, with the projections of x to queries, keys and values and the output projection."""
 
     query_norm: Any
     key_norm: Any
@@ -44,11 +44,12 @@ class Attention(nnx.Module):
 
     def __call__(self, x_BSD: Array, context: LayerContext) -> Array:
         placement = context.placement
-        shared = KVHeads(self.heads, self.kv_heads, placement)
+        device_heads = KVHeads(self.heads, self.kv_heads, placement)
         weights = (self.query[...], self.key[...], self.value[...])
-        heads = (None, None if self.projects_all_keys else shared.indices, shared.indices)
-        q_BLHK, k_BLGK, v_BLGK = project_gathered(x_BSD, weights, placement, heads)
-        q_BLHK, k_BLGK, v_BLGK = self.adjust(q_BLHK, k_BLGK, v_BLGK, shared)
+        key_heads = None if self.projects_all_keys else device_heads.indices
+        selected_heads = (None, key_heads, device_heads.indices)
+        q_BLHK, k_BLGK, v_BLGK = project_gathered(x_BSD, weights, placement, selected_heads)
+        q_BLHK, k_BLGK, v_BLGK = self.adjust(q_BLHK, k_BLGK, v_BLGK, device_heads)
 
         angles = self.angles(context)
         if angles is not None:
@@ -57,71 +58,78 @@ class Attention(nnx.Module):
         # Remat policies save these before any keys and values are repeated.
         q_BLHK, k_BLGK = checkpoint_name(q_BLHK, "query"), checkpoint_name(k_BLGK, "key")
         v_BLGK = checkpoint_name(v_BLGK, "value")
-        k_BLGK, v_BLGK = shared.align_to_queries(k_BLGK), shared.align_to_queries(v_BLGK)
+        k_BLGK, v_BLGK = device_heads.align_to_queries(k_BLGK), device_heads.align_to_queries(v_BLGK)
 
         a_BLHK = context.attend(q_BLHK, k_BLGK, v_BLGK, **self.options())
         return checkpoint_name(project_scattered(a_BLHK, self.output[...], placement, "heads"), "attention_output")
 
-    # Families override these.
+    # Families override the following attributes and methods.
 
     head_norm_offset: float | None = None
-    """Offset of an RMSNorm on each head's query and key, whose scales all heads share; None: no such norm."""
+    """Offset of the RMSNorm of each head's query and key, whose scales all heads share; None if there is no such
+    norm."""
     window: int | None = None
-    """Number of tokens that a query sees, including its own; None: all before it."""
+    """Maximum number of tokens that a query sees, including its own; None: its own and all before it."""
     projects_all_keys = False
-    """If True, `adjust` receives the keys of all heads whose weights this device has."""
+    """If True, `adjust` receives the keys of all heads whose weights this device has, not only of those that it
+    needs."""
 
-    def adjust(self, q_BLHK: Array, k_BLGK: Array, v_BLGK: Array, shared: "KVHeads") -> tuple[Array, Array, Array]:
+    def adjust(
+        self, q_BLHK: Array, k_BLGK: Array, v_BLGK: Array, device_heads: "KVHeads"
+    ) -> tuple[Array, Array, Array]:
         """Returns the queries, keys and values of this device's heads, before rotation, from the projections of x."""
         if self.head_norm_offset is None:
             return q_BLHK, k_BLGK, v_BLGK
         return self.query_norm(q_BLHK), self.key_norm(k_BLGK), v_BLGK
 
     def angles(self, context: LayerContext) -> Angles | None:
-        """Returns the rotary tables for queries and keys; None: they are not rotated."""
+        """Returns the rotary tables for queries and keys; None if they are not rotated."""
         return context.rotary[""]
 
     def options(self) -> dict[str, Any]:
-        """Returns the keyword arguments of `kernels.attend`."""
+        """Returns the keyword arguments for `kernels.attend`."""
         return {"window": self.window}
 
 
 class KVHeads:
     """The key/value heads that a device computes.
 
-    If they do not divide among the devices of `model`, each device has the weights of all of them (see
-    `parallel.sharding.build_placement`) and computes only those that its query heads need.
+    If the key/value heads cannot be split evenly among the devices of the `model` axis, each device has the weights of
+    all of them (see `parallel.sharding.build_placement`) and computes only those that its query heads need.
     """
 
     def __init__(self, heads: int, kv_heads: int, placement: Placement):
         self.placement = placement
         num_shards = placement.num_shards("heads")
-        self._split = num_shards > 1 and placement.num_shards("kv_heads") == 1
-        if not self._split:
+        self._is_subset = num_shards > 1 and placement.num_shards("kv_heads") == 1
+        if not self._is_subset:
             return
         # The key/value head of each query head, by device.
-        local = heads // num_shards
-        needed = np.arange(heads).reshape(num_shards, local) // (heads // kv_heads)
-        first, last = needed[:, :1], needed[:, -1:]
-        # All devices compute equally many; a device that needs fewer repeats its last.
+        queries_per_shard = heads // num_shards
+        kv_head_of_query = np.arange(heads).reshape(num_shards, queries_per_shard) // (heads // kv_heads)
+        first, last = kv_head_of_query[:, :1], kv_head_of_query[:, -1:]
+        # All devices compute the same number of heads. A device that needs fewer repeats its last one.
         keys_per_shard = int(np.max(last - first)) + 1
         self._indices_by_shard = np.minimum(first + np.arange(keys_per_shard), last)
-        self._key_of_query = needed - first
-        evenly_shared = np.arange(local) // max(1, local // keys_per_shard)
-        self._grouped = local % keys_per_shard == 0 and bool((self._key_of_query == evenly_shared).all())
+        self._key_of_query = kv_head_of_query - first
+        key_in_equal_groups = np.arange(queries_per_shard) // max(1, queries_per_shard // keys_per_shard)
+        self._has_equal_groups = queries_per_shard % keys_per_shard == 0 and bool(
+            (self._key_of_query == key_in_equal_groups).all()
+        )
 
     @property
     def indices(self) -> Array | None:
-        """Indices of the heads that this device computes, among those whose weights it has; None: all."""
-        return jnp.asarray(self._indices_by_shard)[index_along("heads", self.placement)] if self._split else None
+        """Indices of the heads that this device computes, among those whose weights it has; None if it computes all."""
+        return jnp.asarray(self._indices_by_shard)[index_along("heads", self.placement)] if self._is_subset else None
 
     def select(self, array: Array, axis: int) -> Array:
-        """Returns the heads that this device computes, from an array of all heads along `axis`."""
+        """Returns the part of an array for the heads that this device computes. The array has all heads along
+        `axis`."""
         return array if self.indices is None else jnp.take(array, self.indices, axis=axis)
 
     def align_to_queries(self, k_BLGK: Array) -> Array:
-        """Returns keys or values such that equal groups of query heads share each head. If the groups are not equal, it
-        repeats heads: one for each query head."""
-        if not self._split or self._grouped:
+        """Returns keys or values whose heads are shared by equally large groups of query heads. If the groups are not
+        equally large, heads are repeated, so that each query head has its own."""
+        if not self._is_subset or self._has_equal_groups:
             return k_BLGK
         return jnp.take(k_BLGK, jnp.asarray(self._key_of_query)[index_along("heads", self.placement)], axis=2)

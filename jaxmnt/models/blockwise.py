@@ -1,14 +1,14 @@
 """Attention of blocks of queries to blocks of keys, forward and backward.
 
-A short row is split into two halves, each of which attends to all its keys at once: the quickest way on a CPU. A long
-row is a loop over blocks of queries and, inside it, over the blocks of keys that some of these queries see.
+A short row is split into two halves, each of which attends to all its keys at once, which is quickest on a CPU. A long
+row needs a loop over blocks of queries and, inside it, a loop over the blocks of keys that some of these queries see.
 
-Forward keeps a running maximum and sum of each query's softmax (Milakov and Gimelshein 2018, arXiv:1805.02867; Rabe and
-Staats 2021, arXiv:2112.05682), so that only the scores of one block exist at a time. Backward recomputes the softmax
-from the logarithm of the sum (Dao et al. 2022, arXiv:2205.14135).
+The forward pass keeps a running maximum and sum of each query's softmax (Milakov and Gimelshein 2018, arXiv:1805.02867;
+Rabe and Staats 2021, arXiv:2112.05682), so that only the scores of one block exist at a time. The backward pass
+recomputes the softmax from the logarithm of the sum (Dao et al. 2022, arXiv:2205.14135).
 
-Shapes: B batch, L length, H query heads, G key/value heads, K head width, N = B · G, R = H / G queries that share a
-key, Q queries and J keys of a block.
+Shapes: B batch, L length, H query heads, G key/value heads, K head width, N = B · G, R = H / G query heads that share a
+key/value head, Q queries and J keys of a block.
 """
 
 from collections.abc import Callable
@@ -22,27 +22,27 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxmnt.parallel.collectives import with_backward
 
 ATTENTION = "attention"
-"""Checkpoint name of the results of attention. If they are saved, backward does not recompute attention."""
+"""Checkpoint name of the results of attention. If they are saved, the backward pass does not recompute attention."""
 
 BLOCK = 512
 """Number of queries, and of keys, in a block of a long row."""
 
-_HIDDEN = -1e30
-"""Score of a key that a query must not see. It is finite, since the difference of two of them must be a number."""
+_HIDDEN_SCORE = -1e30
+"""Score of a key that a query must not see. It is finite, so that the difference of two such scores is a number."""
 
 
 class ScoreOptions(NamedTuple):
-    """Changes to the scores in addition to the causal mask. All are static. cuDNN has no soft cap."""
+    """Options that change the scores, in addition to the causal mask. All are static. cuDNN supports no soft cap."""
 
     scale: float
     window: int | None = None
-    """Number of keys that a query sees: its own and those before it. None: all."""
+    """Maximum number of keys that a query sees: its own and those before it. None: all of these."""
     soft_cap: float | None = None
     """Scores s become cap · tanh(s / cap) (Gemma 2, arXiv:2408.00118)."""
 
 
 class Queries(NamedTuple):
-    """Queries, with what backward needs about their outputs."""
+    """Queries, and the facts about their outputs that the backward pass needs."""
 
     q_NRLK: Array
     gradient_NRLK: Array
@@ -60,26 +60,26 @@ class Keys(NamedTuple):
     segments_BL: Array | None
 
 
-class KeySums(NamedTuple):
-    """Gradients of all keys and values in float32. K comes before L, which saves a CPU a transposed copy."""
+class KeyGradients(NamedTuple):
+    """Float32 gradients of all keys and values. K comes before L, which saves a transposed copy on a CPU."""
 
     k_NKL: Array
     v_NKL: Array
 
 
 class BlockRange(NamedTuple):
-    """The scores of a block: its first query and key, and the number of each."""
+    """A block of scores: its first query and key, and its numbers of queries and keys."""
 
-    query: int | Array
-    queries: int
-    key: int | Array
-    keys: int
+    first_query: int | Array
+    num_queries: int
+    first_key: int | Array
+    num_keys: int
 
     def slice_queries(self, array: Array, axis: int = 2) -> Array:
-        return _slice(array, self.query, self.queries, axis)
+        return _slice(array, self.first_query, self.num_queries, axis)
 
     def slice_keys(self, array: Array) -> Array:
-        return _slice(array, self.key, self.keys, 1)
+        return _slice(array, self.first_key, self.num_keys, 1)
 
 
 class Softmax(NamedTuple):
@@ -93,11 +93,11 @@ class Softmax(NamedTuple):
 
     @staticmethod
     def initial(q_NRQK: Array, sinks_H: Array | None) -> "Softmax":
-        """Returns the softmax before the first key. It includes the sink, if there is one, which has no value."""
+        """Returns the softmax over no keys. If there are sinks, it includes the head's sink, which has no value."""
         shape = q_NRQK.shape[:-1]
         values_NRQK = jnp.zeros(q_NRQK.shape, jnp.float32)
         if sinks_H is None:
-            return Softmax(jnp.full(shape, _HIDDEN, jnp.float32), jnp.zeros(shape, jnp.float32), values_NRQK)
+            return Softmax(jnp.full(shape, _HIDDEN_SCORE, jnp.float32), jnp.zeros(shape, jnp.float32), values_NRQK)
         largest_NRQ = jnp.broadcast_to(_sinks_by_group(sinks_H, q_NRQK), shape)
         return Softmax(largest_NRQ, jnp.ones(shape, jnp.float32), values_NRQK)
 
@@ -105,7 +105,7 @@ class Softmax(NamedTuple):
         """Returns the softmax with the keys of a block added."""
         scores_NRQJ, _ = _scores(options, block, q_NRQK, keys)
         largest_NRQ = jnp.maximum(self.largest_NRQ, jnp.max(scores_NRQJ, axis=-1))
-        # The earlier sums are relative to the earlier largest score.
+        # `factor_NRQ` corrects the previous sums, which are relative to the previous largest score.
         p_NRQJ = jnp.exp(scores_NRQJ - largest_NRQ[..., None])
         factor_NRQ = jnp.exp(self.largest_NRQ - largest_NRQ)
         return Softmax(
@@ -121,9 +121,14 @@ class Softmax(NamedTuple):
 
 
 def _differentiate(
-    options: ScoreOptions, block: BlockRange, block_queries: Queries, keys: Keys, q_gradient_NRQK: Array, sums: KeySums
-) -> tuple[Array, KeySums]:
-    """Adds the block's share to the gradients of its queries (`block_queries`) and of all keys."""
+    options: ScoreOptions,
+    block: BlockRange,
+    block_queries: Queries,
+    keys: Keys,
+    q_gradient_NRQK: Array,
+    key_gradients: KeyGradients,
+) -> tuple[Array, KeyGradients]:
+    """Returns the gradients of the block's queries and of all keys and values, with the block's contribution added."""
     dtype = block_queries.gradient_NRLK.dtype
     k_NJK, v_NJK = block.slice_keys(keys.k_NLK), block.slice_keys(keys.v_NLK)
     scores_NRQJ, slope_NRQJ = _scores(options, block, block_queries.q_NRLK, keys)
@@ -132,15 +137,17 @@ def _differentiate(
     p_gradient_NRQJ = _product(block_queries.gradient_NRLK, v_NJK, 2)
     s_gradient_NRQJ = p_NRQJ * (p_gradient_NRQJ - block_queries.dot_NRL[..., None]) * slope_NRQJ
     p_NRQJ, s_gradient_NRQJ = p_NRQJ.astype(dtype), s_gradient_NRQJ.astype(dtype)
-    return q_gradient_NRQK + _product(s_gradient_NRQJ, k_NJK, 1), KeySums(
-        _add_at(sums.k_NKL, block.key, _sum_over_queries(block_queries.q_NRLK, s_gradient_NRQJ)),
-        _add_at(sums.v_NKL, block.key, _sum_over_queries(block_queries.gradient_NRLK, p_NRQJ)),
-    )
+    q_gradient_NRQK += _product(s_gradient_NRQJ, k_NJK, 1)
+    k_gradient_NKJ = _sum_over_queries(block_queries.q_NRLK, s_gradient_NRQJ)
+    k_NKL = _add_at(key_gradients.k_NKL, block.first_key, k_gradient_NKJ)
+    v_gradient_NKJ = _sum_over_queries(block_queries.gradient_NRLK, p_NRQJ)
+    v_NKL = _add_at(key_gradients.v_NKL, block.first_key, v_gradient_NKJ)
+    return q_gradient_NRQK, KeyGradients(k_NKL, v_NKL)
 
 
 def _scores(options: ScoreOptions, block: BlockRange, q_NRQK: Array, keys: Keys) -> tuple[Array, Array | float]:
-    """Returns float32 scores [N, R, Q, J] and their slope: the derivative with respect to the dot product of query and
-    key."""
+    """Returns float32 scores [N, R, Q, J] and their slope, which is their derivative with respect to the dot product of
+    query and key."""
     scores_NRQJ = _product(q_NRQK, block.slice_keys(keys.k_NLK), 2) * options.scale
     slope: Array | float = options.scale
     if options.soft_cap is not None:
@@ -148,53 +155,55 @@ def _scores(options: ScoreOptions, block: BlockRange, q_NRQK: Array, keys: Keys)
         scores_NRQJ, slope = options.soft_cap * tanh_NRQJ, slope * (1 - jnp.square(tanh_NRQJ))
 
     # A query sees keys at or before its own position, within the window, and in its own segment.
-    distance_QJ = (block.query + jnp.arange(block.queries))[:, None] - (block.key + jnp.arange(block.keys))
+    query_positions_Q1 = (block.first_query + jnp.arange(block.num_queries))[:, None]
+    key_positions_J = block.first_key + jnp.arange(block.num_keys)
+    distance_QJ = query_positions_Q1 - key_positions_J
     visible = distance_QJ >= 0 if options.window is None else (distance_QJ >= 0) & (distance_QJ < options.window)
     if keys.segments_BL is not None:
         query_segments_BQ = block.slice_queries(keys.segments_BL, 1)
         key_segments_BJ = block.slice_keys(keys.segments_BL)
         visible_BQJ = visible & (query_segments_BQ[:, :, None] == key_segments_BJ[:, None, :])
         visible = jnp.repeat(visible_BQJ, scores_NRQJ.shape[0] // len(keys.segments_BL), axis=0)[:, None]
-    return jnp.where(visible, scores_NRQJ, _HIDDEN), slope
+    return jnp.where(visible, scores_NRQJ, _HIDDEN_SCORE), slope
 
 
 def _sinks_by_group(sinks_H: Array, like_NRLK: Array) -> Array:
     """Returns the sink of each head as [N, R, 1], in float32."""
-    rows, shared = like_NRLK.shape[:2]
-    groups = sinks_H.shape[0] // shared
-    return jnp.tile(sinks_H.astype(jnp.float32).reshape(groups, shared), (rows // groups, 1))[..., None]
+    rows, group_size = like_NRLK.shape[:2]
+    groups = sinks_H.shape[0] // group_size
+    return jnp.tile(sinks_H.astype(jnp.float32).reshape(groups, group_size), (rows // groups, 1))[..., None]
 
 
-def _product(x_NRQA: Array, y: Array, contracted: int) -> Array:
-    """Returns x @ y in float32 for each N. It contracts y's first dimension after N (`contracted` 1) or its last
-    (2)."""
-    rows, shared, queries, size = x_NRQA.shape
-    product = jax.lax.dot_general(
-        x_NRQA.astype(y.dtype).reshape(rows, shared * queries, size), y, (((2,), (contracted,)), ((0,), (0,))),
-        preferred_element_type=jnp.float32,
-    )  # fmt: skip
-    return product.reshape(rows, shared, queries, -1)
+def _product(x_NRQA: Array, y: Array, contracted_dimension: int) -> Array:
+    """Returns the float32 product of x and y for each N. The last dimension of x is contracted with y's dimension
+    `contracted_dimension`, 1 or 2."""
+    rows, group_size, queries, size = x_NRQA.shape
+    x = x_NRQA.astype(y.dtype).reshape(rows, group_size * queries, size)
+    dimensions = (((2,), (contracted_dimension,)), ((0,), (0,)))
+    product = jax.lax.dot_general(x, y, dimensions, preferred_element_type=jnp.float32)
+    return product.reshape(rows, group_size, queries, -1)
 
 
 def _sum_over_queries(x_NRQK: Array, y_NRQJ: Array) -> Array:
-    """Returns the product [N, K, J] in float32. K comes before J, which saves a CPU a transposed copy."""
+    """Returns the float32 product [N, K, J] of x and y, summed over R and Q. K comes before J, which saves a transposed
+    copy on a CPU."""
     flat = lambda x: x.reshape(x.shape[0], -1, x.shape[-1])
     return jax.lax.dot_general(
         flat(x_NRQK), flat(y_NRQJ), (((1,), (1,)), ((0,), (0,))), preferred_element_type=jnp.float32
     )
 
 
-def _add_at(sums_NKL: Array, key: Any, new_NKJ: Array) -> Array:
-    """Returns the sums with those of a block, which begins at `key`, added."""
+def _add_at(sums_NKL: Array, first_key: Any, new_NKJ: Array) -> Array:
+    """Returns the sums over all keys, with those of the block that begins at `first_key` added."""
     size = new_NKJ.shape[-1]
     if size == sums_NKL.shape[-1]:
         return sums_NKL + new_NKJ
-    old_NKJ = jax.lax.dynamic_slice_in_dim(sums_NKL, key, size, axis=2)
-    return jax.lax.dynamic_update_slice_in_dim(sums_NKL, old_NKJ + new_NKJ, key, axis=2)
+    old_NKJ = jax.lax.dynamic_slice_in_dim(sums_NKL, first_key, size, axis=2)
+    return jax.lax.dynamic_update_slice_in_dim(sums_NKL, old_NKJ + new_NKJ, first_key, axis=2)
 
 
 def _slice(array: Array, start: Any, size: int, axis: int) -> Array:
-    """Returns a slice of the array: a static one if `start` is an int."""
+    """Returns a slice of the array, which is static if `start` is an int."""
     if isinstance(start, int):
         return jax.lax.slice_in_dim(array, start, start + size, axis=axis)
     return jax.lax.dynamic_slice_in_dim(array, start, size, axis=axis)
@@ -214,6 +223,7 @@ class Inputs(NamedTuple):
 
 
 def _backward(options: ScoreOptions, saved: tuple[Inputs, Array, Array], gradient_BLHK: Array) -> tuple[Inputs]:
+    """Returns the gradients of the inputs."""
     inputs, a_BLHK, log_sum_NRL = saved
     batch, length, heads, _ = gradient_BLHK.shape
     groups = inputs.k_BLGK.shape[2]
@@ -224,7 +234,7 @@ def _backward(options: ScoreOptions, saved: tuple[Inputs, Array, Array], gradien
     dot_NRL = _by_group(dot_BLH1, groups)[..., 0]
     queries = Queries(_by_group(inputs.q_BLHK, groups), _by_group(gradient_BLHK, groups), log_sum_NRL, dot_NRL)
     backward = _long_backward if length > 2 * BLOCK else _short_backward
-    q_gradient_NRLK, sums = backward(options, queries, _keys(inputs), length)
+    q_gradient_NRLK, key_gradients = backward(options, queries, _keys_by_group(inputs), length)
 
     by_kv_head = lambda x_NKL: _by_head(x_NKL.swapaxes(1, 2)[:, None].astype(dtype), groups, length)
     sinks_gradient_H = None
@@ -233,27 +243,31 @@ def _backward(options: ScoreOptions, saved: tuple[Inputs, Array, Array], gradien
         p_NRL = jnp.exp(_sinks_by_group(inputs.sinks_H, queries.q_NRLK) - log_sum_NRL)
         per_head_BH = -jnp.sum(p_NRL * dot_NRL, axis=-1).reshape(batch, heads)
         sinks_gradient_H = jnp.sum(per_head_BH, axis=0).astype(inputs.sinks_H.dtype)
-    gradients = (_by_head(q_gradient_NRLK, groups, length), by_kv_head(sums.k_NKL), by_kv_head(sums.v_NKL))
+    gradients = (
+        _by_head(q_gradient_NRLK, groups, length),
+        by_kv_head(key_gradients.k_NKL),
+        by_kv_head(key_gradients.v_NKL),
+    )
     return (Inputs(*gradients, None, sinks_gradient_H),)
 
 
 @with_backward(_backward, static=1)
 def attend_blockwise(options: ScoreOptions, inputs: Inputs) -> tuple[Array, tuple[Inputs, Array, Array]]:
-    """Returns causal attention [B, L, H, K]. The output and the logarithms of sums have the checkpoint name
-    `attention`: if they are saved, backward does not recompute attention."""
+    """Returns causal attention [B, L, H, K]. The output and the logarithms of the sums have the checkpoint name
+    `attention`. If they are saved, the backward pass does not recompute attention."""
     length = inputs.q_BLHK.shape[1]
     groups = inputs.k_BLGK.shape[2]
     q_NRLK = _by_group(inputs.q_BLHK, groups)
     forward = _long_forward if length > 2 * BLOCK else _short_forward
-    a_NRLK, log_sum_NRL = forward(options, q_NRLK, _keys(inputs), inputs.sinks_H, length)
-    # Named in the caller's layout, so that later layers and this backward save the same array.
+    a_NRLK, log_sum_NRL = forward(options, q_NRLK, _keys_by_group(inputs), inputs.sinks_H, length)
+    # The name is for the caller's layout, so that later layers and this backward pass save the same array.
     a_BLHK = checkpoint_name(_by_head(a_NRLK, groups, length), ATTENTION)
     log_sum_NRL = checkpoint_name(log_sum_NRL, ATTENTION)
     return a_BLHK, (inputs, a_BLHK, log_sum_NRL)
 
 
-def _keys(inputs: Inputs) -> Keys:
-    """Returns keys, values and segments in the layout of blocks."""
+def _keys_by_group(inputs: Inputs) -> Keys:
+    """Returns keys, values and segments by group, padded with zeros if the rows are long."""
     groups = inputs.k_BLGK.shape[2]
     k_NLK = _by_group(inputs.k_BLGK, groups)[:, 0]
     v_NLK = _by_group(inputs.v_BLGK, groups)[:, 0]
@@ -270,14 +284,14 @@ def _by_group(x_BLHK: Array, groups: int) -> Array:
 
 def _by_head(x_NRLK: Array, groups: int, length: int) -> Array:
     """Returns x as [B, L, H, K], without padding."""
-    rows, shared, padded, width = x_NRLK.shape
-    x_BGRLK = x_NRLK.reshape(rows // groups, groups, shared, padded, width)
+    rows, group_size, padded, width = x_NRLK.shape
+    x_BGRLK = x_NRLK.reshape(rows // groups, groups, group_size, padded, width)
     return x_BGRLK.transpose(0, 3, 1, 2, 4).reshape(rows // groups, padded, -1, width)[:, :length]
 
 
 def _pad(x_BL: Array) -> Array:
-    """Pads a long row with zeros to a whole number of blocks. The padding is never attended to, because it follows
-    every query."""
+    """Pads long rows with zeros to a whole number of blocks. No query sees the padding, because it comes after all
+    queries."""
     length = x_BL.shape[1]
     if length <= 2 * BLOCK or length % BLOCK == 0:
         return x_BL
@@ -288,7 +302,7 @@ def _pad(x_BL: Array) -> Array:
 
 
 def _short_forward(options: ScoreOptions, q_NRLK: Array, keys: Keys, sinks_H: Array | None, length: int) -> list[Array]:
-    """Returns the outputs and the logarithms of the sums of their softmax."""
+    """Returns the outputs of the queries and the logarithms of their sums of exponentials."""
     outputs = []
     for block in _halves(length, options.window):
         q_NRQK = block.slice_queries(q_NRLK)
@@ -297,80 +311,87 @@ def _short_forward(options: ScoreOptions, q_NRLK: Array, keys: Keys, sinks_H: Ar
     return [jnp.concatenate(halves, axis=2) for halves in zip(*outputs, strict=True)]
 
 
-def _short_backward(options: ScoreOptions, queries: Queries, keys: Keys, length: int) -> tuple[Array, KeySums]:
-    """Returns the gradients: of queries in their dtype, of keys and values in float32."""
-    sums = _zero_sums(keys)
+def _short_backward(options: ScoreOptions, queries: Queries, keys: Keys, length: int) -> tuple[Array, KeyGradients]:
+    """Returns the gradients of the queries in the dtype of their outputs, and of keys and values in float32."""
+    key_gradients = _zero_key_gradients(keys)
     q_gradients = []
     for block in _halves(length, options.window):
         block_queries = Queries(*map(block.slice_queries, queries))
         zeros_NRQK = jnp.zeros(block_queries.q_NRLK.shape, jnp.float32)
-        q_gradient_NRQK, sums = _differentiate(options, block, block_queries, keys, zeros_NRQK, sums)
+        q_gradient_NRQK, key_gradients = _differentiate(options, block, block_queries, keys, zeros_NRQK, key_gradients)
         q_gradients.append(q_gradient_NRQK.astype(block_queries.gradient_NRLK.dtype))
-    return jnp.concatenate(q_gradients, axis=2), sums
+    return jnp.concatenate(q_gradients, axis=2), key_gradients
 
 
 def _halves(length: int, window: int | None) -> list[BlockRange]:
-    """Returns the two halves of a row, each with the keys that its queries may see."""
-    middle = -(-length // 2) if length >= 64 else length
-    ranges = [(0, middle), (middle, length)] if middle < length else [(0, length)]
-    keys = [0 if window is None else max(0, query - window + 1) for query, _ in ranges]
-    return [BlockRange(query, end - query, key, end - key) for (query, end), key in zip(ranges, keys, strict=True)]
+    """Returns the two halves of a row, each with the keys that its queries may see. A row of fewer than 64 tokens is
+    not divided."""
+    middle = -(-length // 2)
+    ranges = [(0, middle), (middle, length)] if length >= 64 else [(0, length)]
+    blocks = []
+    for first_query, end in ranges:
+        first_key = 0 if window is None else max(0, first_query - window + 1)
+        blocks.append(BlockRange(first_query, end - first_query, first_key, end - first_key))
+    return blocks
 
 
 # -- long rows
 
 
 def _long_forward(options: ScoreOptions, q_NRLK: Array, keys: Keys, sinks_H: Array | None, length: int) -> list[Array]:
-    """Does the same as `_short_forward`. The arrays are padded to whole blocks; `length` is without padding."""
+    """Does the same as `_short_forward` for arrays that are padded to whole blocks. `length` is without padding."""
 
     def attend_queries(_: None, index: Array) -> tuple[None, tuple[Array, Array]]:
         block = BlockRange(index * BLOCK, BLOCK, 0, BLOCK)
         q_NRQK = block.slice_queries(q_NRLK)
-        add = lambda number, softmax: softmax.add(options, block._replace(key=number * BLOCK), q_NRQK, keys)
+        add = lambda number, softmax: softmax.add(options, block._replace(first_key=number * BLOCK), q_NRQK, keys)
         softmax = _fold_over_keys(options.window, length, index, add, Softmax.initial(q_NRQK, sinks_H))
         return None, softmax.output(q_NRQK.dtype)
 
     _, outputs = jax.lax.scan(attend_queries, None, jnp.arange(-(-length // BLOCK)))
-    return [_join(x) for x in outputs]
+    return [_join_blocks(x) for x in outputs]
 
 
-def _long_backward(options: ScoreOptions, queries: Queries, keys: Keys, length: int) -> tuple[Array, KeySums]:
-    """Does the same as `_short_backward`."""
+def _long_backward(options: ScoreOptions, queries: Queries, keys: Keys, length: int) -> tuple[Array, KeyGradients]:
+    """Does the same as `_short_backward` for arrays that are padded to whole blocks. `length` is without padding."""
 
-    def differentiate_queries(sums: KeySums, index: Array) -> tuple[KeySums, Array]:
+    def differentiate_queries(key_gradients: KeyGradients, index: Array) -> tuple[KeyGradients, Array]:
         block = BlockRange(index * BLOCK, BLOCK, 0, BLOCK)
         block_queries = Queries(*map(block.slice_queries, queries))
 
-        def add(number: Array, gradients: tuple[Array, KeySums]) -> tuple[Array, KeySums]:
-            return _differentiate(options, block._replace(key=number * BLOCK), block_queries, keys, *gradients)
+        def add(number: Array, gradients: tuple[Array, KeyGradients]) -> tuple[Array, KeyGradients]:
+            return _differentiate(options, block._replace(first_key=number * BLOCK), block_queries, keys, *gradients)
 
-        initial = jnp.zeros(block_queries.q_NRLK.shape, jnp.float32), sums
-        q_gradient_NRQK, sums = _fold_over_keys(options.window, length, index, add, initial)
-        return sums, q_gradient_NRQK.astype(block_queries.gradient_NRLK.dtype)
+        initial = jnp.zeros(block_queries.q_NRLK.shape, jnp.float32), key_gradients
+        q_gradient_NRQK, key_gradients = _fold_over_keys(options.window, length, index, add, initial)
+        return key_gradients, q_gradient_NRQK.astype(block_queries.gradient_NRLK.dtype)
 
-    sums, q_gradients = jax.lax.scan(differentiate_queries, _zero_sums(keys), jnp.arange(-(-length // BLOCK)))
-    return _join(q_gradients), sums
+    key_gradients, q_gradients = jax.lax.scan(
+        differentiate_queries, _zero_key_gradients(keys), jnp.arange(-(-length // BLOCK))
+    )
+    return _join_blocks(q_gradients), key_gradients
 
 
-def _zero_sums(keys: Keys) -> KeySums:
-    """Returns sums that are zero."""
+def _zero_key_gradients(keys: Keys) -> KeyGradients:
+    """Returns gradients of zero for all keys and values."""
     rows, length, width = keys.k_NLK.shape
     zeros_NKL = jnp.zeros((rows, width, length), jnp.float32)
-    return KeySums(zeros_NKL, zeros_NKL)
+    return KeyGradients(zeros_NKL, zeros_NKL)
 
 
 def _fold_over_keys(
     window: int | None, length: int, index: Array, add: Callable[[Array, Any], Any], initial: Any
 ) -> Any:
-    """Folds `add` over the numbers of the blocks of keys that some queries of block `index` see."""
+    """Calls `add(number, result)` for the number of each block of keys that some query of block `index` sees, with the
+    result of the previous call, or at first with `initial`. Returns the last result."""
     first = 0 if window is None else jnp.maximum(0, index * BLOCK - window + 1) // BLOCK
-    # The plan reads the mean number of iterations off the scope's name.
+    # The planner reads the mean number of iterations from the name of the scope.
     reach = length if window is None else min(length, window + BLOCK)
     mean = (reach - reach**2 / (2 * length)) / BLOCK + 0.5
     with jax.named_scope(f"about_{mean:.1f}_rounds"):
         return jax.lax.fori_loop(first, index + 1, add, initial)
 
 
-def _join(x: Array) -> Array:
+def _join_blocks(x: Array) -> Array:
     """Concatenates the outputs of blocks into [N, R, L, …]."""
     return jnp.moveaxis(x, 0, 2).reshape(*x.shape[1:3], -1, *x.shape[4:])

@@ -1,7 +1,7 @@
-"""A cache of keys and values of earlier tokens, for generating one token after another.
+"""A cache of the keys and values of earlier tokens, for generating one token after another.
 
-A layer is called as in training; its attention goes through `LayerContext.attend`, which calls this cache. The cache
-stores each token at its position, so rows of a batch may have different lengths: entries beyond the newest token of a
+A layer is called as in training. Its attention goes through `LayerContext.attend`, which calls this cache. The cache
+stores each token at its position, so rows of a batch may have different lengths. Entries beyond the newest token of a
 row are overwritten before any query sees them.
 
 Shapes: B rows, Q new tokens, T tokens that the cache has room for, H query heads, G key/value heads, K head width,
@@ -29,7 +29,8 @@ class Cache:
     attention."""
 
     def __init__(self, capacity: int, positions_BQ: Array, previous: list[KeysValues] | None):
-        """`previous` are the `entries` of the layer's last call; None: the tokens are the prompts, from position 0."""
+        """`previous` has the `entries` of the layer's last call. If None, the tokens are the prompts, from position 0
+        on."""
         self._capacity = capacity
         self._positions_BQ = positions_BQ
         self._previous = previous
@@ -47,7 +48,7 @@ class Cache:
         scale: float | None = None,
         sinks_H: Array | None = None,
     ) -> Array:
-        """Does the same as `kernels.attend`, and attends to earlier tokens as well. A row is one document."""
+        """Does the same as `kernels.attend`, but attends to earlier tokens as well. Each row is one document."""
         if self._previous is None:
             padding = ((0, 0), (0, self._capacity - k_BQGK.shape[1]), (0, 0), (0, 0))
             self.entries.append(KeysValues(jnp.pad(k_BQGK, padding), jnp.pad(v_BQGK, padding)))
@@ -79,7 +80,7 @@ class Cache:
 
 
 def _softmax(scores_BGRQT: Array, sinks_GR11: Array | None) -> Array:
-    """Returns the softmax over the keys and, if there is one, a sink that has no value."""
+    """Returns the softmax over the keys and, if there are sinks, over the head's sink, which has no value."""
     if sinks_GR11 is None:
         return jax.nn.softmax(scores_BGRQT, axis=-1)
     largest = jnp.maximum(jnp.max(scores_BGRQT, axis=-1, keepdims=True), sinks_GR11)

@@ -1,7 +1,7 @@
-"""The interface of a family of models, and the inputs that the step passes to its parts. See docs/models.md.
+"""The interface of a family of models, and the inputs that the step passes to a model's parts. See docs/models.md.
 
-NNX modules *define* a model: shapes, initial values, logical axes, the maths of each part. Parameters are passed as a
-plain nested dict, and each part's slice of it is merged back into its module where it is used.
+NNX modules *define* a model: its shapes, initial values and logical axes, and the maths of each part. Parameters are
+passed as a plain nested dict. Where a part is used, its entry of the dict is merged back into its module.
 
 Shapes: B batch, L length, S a device's piece of the length, D model, V a device's part of the vocabulary, C tokens.
 """
@@ -38,25 +38,25 @@ from jaxmnt.parallel.sharding import (
 Params = dict[str, Any]
 
 Sums = dict[str, Array]
-"""Float32 sums by name."""
+"""Float32 sums, or metrics computed from them, by name."""
 
 
 class Buffer(nnx.Variable[Array]):
-    """State of a layer without gradients: `Family.update_buffers` changes it once a step. Float32; `axes=` as for
-    parameters, except axes that are stored in pieces and gathered for use (`embed`)."""
+    """Float32 state of a layer that has no gradient. `Family.update_buffers` changes it once per step. `axes=` works as
+    for parameters, but axes that are stored in pieces and gathered for use (such as `embed`) are not allowed."""
 
 
 class LayerContext(NamedTuple):
-    """Inputs of every layer besides its activations, for one microbatch."""
+    """The inputs of a layer other than its activations, for one microbatch."""
 
     positions_BL: Array
-    """int32, from 0 in each document; [1, L] if all rows have the same positions."""
+    """int32 positions, which count from 0 in each document; [1, L] if all rows have the same positions."""
     segments_BL: Array | None
-    """int32, equal in one document; None if documents need not be kept apart."""
+    """int32 numbers, equal for tokens of the same document; None if documents need not be kept apart."""
     rotary: dict[str, Angles]
-    """Rotary tables of the positions, from `Family.rotary`."""
+    """Rotary tables for the positions, as returned by `Family.rotary`."""
     row_keys_B: Array | None
-    """Random keys of the rows for this layer and step; None without dropout and in evaluation."""
+    """A random key for each row, for this layer and step; None without dropout and during evaluation."""
     kernel: Kernel
     placement: Placement
     cache: Cache | None = None
@@ -69,7 +69,7 @@ class LayerContext(NamedTuple):
         return list(jnp.moveaxis(jax.vmap(lambda key: jax.random.split(key, count))(self.row_keys_B), 1, 0))
 
     def attend(self, q_BLHK: Array, k_BLGK: Array, v_BLGK: Array, **options: Any) -> Array:
-        """Returns causal attention inside documents, see `kernels.attend`."""
+        """Returns causal attention within documents; see `kernels.attend`."""
         if self.cache is not None:
             return self.cache.attend(q_BLHK, k_BLGK, v_BLGK, self.kernel, **options)
         return attend(q_BLHK, k_BLGK, v_BLGK, self.segments_BL, self.kernel, **options)
@@ -78,26 +78,27 @@ class LayerContext(NamedTuple):
 class LayerOutput(NamedTuple):
     """The output of a layer.
 
-    `loss` and `sums` are this device's part of a sum over all devices: over its own rows and its own piece of the
-    length (`collectives.share_of("sequence", …)` divides a number that all devices of the sequence have computed
-    alike). Both must be additive over rows: a layer may be called for half of a microbatch's rows at a time
-    (`model.overlap`).
+    `loss` and `sums` are this device's part of a sum over all devices, so they must cover only its own rows and its own
+    piece of the length. A number that all devices of the sequence have computed identically must be divided by
+    `collectives.share_of("sequence", …)`. Both must be additive over rows, because a layer may be called for half of a
+    microbatch's rows at a time (`model.overlap`).
     """
 
     x_BSD: Array
     loss: Array | None = None
-    """A float32 number that is added to the summed loss, with its gradient. Its scale is that of a sum over targets:
-    the total is divided by the sum of their weights."""
+    """A float32 number that is added to the summed loss and contributes to the gradient. It must have the scale of a
+    sum over targets, not of a mean, because the total is divided by the sum of the targets' weights."""
     sums: Mapping[str, Array] = MappingProxyType({})
     """Sums for metrics and `update_buffers`, added up over microbatches and devices for each layer separately."""
 
 
 class LayerGroup(NamedTuple):
-    """Layers that are stacked and scanned unit by unit: a unit is one layer for each entry of the pattern."""
+    """Layers that are stacked and scanned unit by unit. A unit has one layer for each entry of the pattern."""
 
     name: str
-    """Name of its parameters; `layers` in a model with one group."""
+    """Name of the group, under which its parameters are stored; `layers` in a model with one group."""
     pattern: tuple[str, ...]
+    """The kind of each layer of a unit, as passed to `Family.layer`."""
     units: int
 
     @property
@@ -105,18 +106,18 @@ class LayerGroup(NamedTuple):
         return len(self.pattern) * self.units
 
     def at(self, tree: Params, index: int) -> Params:
-        """Returns the part of the group's tree for the pattern's entry `index`; empty if that kind of layer has no
-        parameters, or no buffers."""
+        """Returns the part of `tree`, the group's parameters or buffers, for entry `index` of the pattern. It is empty
+        if that kind of layer has none."""
         return tree if len(self.pattern) == 1 else tree.get(str(index), {})
 
 
 class AttentionShape(NamedTuple):
-    """The shape of a layer's attention, for counting its cost. A layer without attention has 0 heads."""
+    """The shape of a layer's attention, from which its cost is computed. A layer without attention has 0 heads."""
 
     heads: int
     head_dim: int
     window: int | None = None
-    """Number of tokens that a token sees at most, including itself; None: all before it."""
+    """Maximum number of tokens that a token sees, including itself; None: itself and all before it."""
 
 
 class Product(NamedTuple):
@@ -127,8 +128,8 @@ class Product(NamedTuple):
     split: str = ""
     """The side that tensor parallelism splits: `inputs`, `outputs`, or empty for neither."""
     share: float = 1
-    """Share of the tokens that the weight multiplies: k / E for each of E experts if a token uses k of them; above 1
-    for a weight that multiplies a token several times."""
+    """Share of the tokens that the weight multiplies. It is k / E for each of E experts if a token uses k of them, and
+    above 1 for a weight that multiplies each token several times."""
     name: str = ""
     """The parameter's name in its layer, such as mlp.gate."""
 
@@ -151,21 +152,21 @@ class LayerCosts(NamedTuple):
 
 
 class Family(ABC):
-    """A family of models: its layers, and the modules before the first and after the last. The defaults are one kind of
-    layer, an embedding, a final RMSNorm, and a head, which is the embedding if tied.
+    """A family of models: its layers, and the modules before the first layer and after the last. By default there is
+    one kind of layer, an embedding, a final RMSNorm and a head. If embeddings are tied, the embedding is also the head.
 
-    Methods with the argument `ends` receive the modules of `before` and `after` by name, with this device's parameters
-    in float32. JAX computes their gradients, and activations that they return are cast to the compute dtype. They are
-    called on one device's pieces inside the step's shard_map.
+    Methods with the argument `ends` receive the modules that `before` and `after` return, by name, with this device's
+    parameters in float32. They are called on one device's pieces inside the step's shard_map. JAX differentiates them,
+    and the activations that they return are cast to the compute dtype.
     """
 
     settings: Sequence[str] = ()
-    """Settings of `model` that this family has and not every family has; see `registry.OPTIONAL`."""
+    """The optional settings of `model` (`registry.OPTIONAL_SETTINGS`) that this family supports."""
     finishing: Sequence[str] = ()
     """Names of the modules that `finish_logits` uses."""
     hugging_face: HuggingFace | None = None
-    """The family's format in files of Hugging Face; None: it has none. It is not inherited, because a family that
-    computes something else is a different one there."""
+    """The family's format in Hugging Face's files; None if it has none. Subclasses do not inherit it, because a family
+    that computes something else is a different family in Hugging Face."""
 
     def __init_subclass__(cls) -> None:
         cls.hugging_face = cls.__dict__.get("hugging_face")
@@ -173,23 +174,24 @@ class Family(ABC):
     def __init__(self, config: Model, vocab_size: int):
         self.config, self.vocab_size = config, vocab_size
 
-    # Its parts.
+    # The parts of a model.
 
     def groups(self) -> list[LayerGroup]:
-        """Returns the layers in order, as groups, each a repeated pattern of kinds; `model.num_layers` in all. Raises
-        `ConfigError` if a pattern does not divide them."""
+        """Returns the groups of layers in order. Each group repeats a pattern of kinds of layers, and together they
+        have `model.num_layers` layers. Raises `ConfigError` if these cannot be divided into whole patterns."""
         return [LayerGroup("layers", ("layer",), self.config.num_layers)]
 
     @abstractmethod
     def layer(self, kind: str, rngs: nnx.Rngs) -> nnx.Module:
-        """Returns a layer. It is called as `layer(x_BSD, context)` and returns a `LayerOutput`."""
+        """Returns a layer of this kind. It is called as `layer(x_BSD, context)` and returns a `LayerOutput`."""
 
     def before(self, rngs: nnx.Rngs) -> dict[str, nnx.Module]:
-        """Returns the modules before the first layer."""
+        """Returns the modules before the first layer, by name."""
         return {"embedding": Embedding(self.vocab_size, self.config.hidden_size, rngs)}
 
     def after(self, rngs: nnx.Rngs) -> dict[str, nnx.Module]:
-        """Returns the modules after the last layer. With `tie_embeddings`, `embedding` is used there as well."""
+        """Returns the modules after the last layer, by name. With `tie_embeddings`, `embedding` is used there as
+        well."""
         modules: dict[str, nnx.Module] = {"norm": RMSNorm(self.config.hidden_size, self.config.norm_epsilon)}
         if not self.config.tie_embeddings:
             modules["head"] = Head(self.vocab_size, self.config.hidden_size, rngs)
@@ -201,16 +203,18 @@ class Family(ABC):
         return AttentionShape(self.config.num_heads, self.config.head_dim)
 
     def costs(self, kind: str) -> LayerCosts:
-        """Returns the products and attention of a layer of this kind. By default every parameter except scales and
-        biases multiplies every token, and attention is `attention_shape`. A family whose tokens use only some of the
-        weights overrides this, for example by changing the `share` of the products."""
-        layer = nnx.eval_shape(lambda: self.layer(kind, nnx.Rngs(params=0)))
-        return LayerCosts(products_of(_pure(layer, nnx.Param), _axes(layer, nnx.Param)), self.attention_shape(kind))
+        """Returns the products and attention of a layer of this kind. By default, every parameter except scales and
+        biases multiplies every token, and attention has the shape `attention_shape(kind)`. A family whose tokens use
+        only some of the weights overrides this method, for example by changing the `share` of the products."""
+        layer = _abstract_layer(self, kind)
+        return LayerCosts(
+            products_of(_pure_dict(layer, nnx.Param), _logical_axes(layer, nnx.Param)), self.attention_shape(kind)
+        )
 
-    # The maths of its parts.
+    # The maths of these parts.
 
     def rotary(self, positions_BL: Array) -> dict[str, Angles]:
-        """Returns the rotary tables that layers look up in their context."""
+        """Returns the rotary tables, by the names under which layers look them up in their context."""
         config = self.config
         assert config.head_dim
         return {"": rotary_angles(positions_BL, config.head_dim, config.rope_theta, config.rope_scaling)}
@@ -223,12 +227,13 @@ class Family(ABC):
         dtype: jnp.dtype,
         placement: Placement,
     ) -> Array:
-        """Returns the embedded tokens [B, L, D] in `dtype`, partial over the axes that split the vocabulary. Positions
-        count from 0 in each document, or in each row if documents are not kept apart."""
+        """Returns the embedded tokens [B, L, D] in `dtype`, as this device's part of a sum over the mesh axes that
+        split the vocabulary. Positions count from 0 in each document, or in each row if documents are not kept
+        apart."""
         return ends["embedding"](tokens_BL, dtype, placement)
 
     def final_norm(self, ends: dict[str, Any], y_BSD: Array) -> Array:
-        """Returns the input of the head from the last layer's output."""
+        """Returns the input of the head, computed from the last layer's output."""
         return ends["norm"](y_BSD)
 
     def head_weight(self, ends: dict[str, Any]) -> Array:
@@ -236,16 +241,18 @@ class Family(ABC):
         return ends["embedding"].table[...].T if self.config.tie_embeddings else ends["head"].kernel[...]
 
     def finish_logits(self, ends: dict[str, Any], logits_CV: Array) -> Array:
-        """Returns the logits from the head's product, in float32. It is called for one chunk of tokens at a time."""
+        """Returns the float32 logits, computed from the head's product. It is called for one chunk of tokens at a
+        time."""
         return logits_CV
 
     # The use of the layers' sums.
 
     def metrics(self, sums: dict[str, Any], tokens: Array) -> Sums:
-        """Returns metrics of a step by name, from the sums of all layers over all `tokens` of the batch.
+        """Returns the metrics of a step by name, computed from the layers' sums over the batch, which has `tokens`
+        tokens.
 
-        `sums` has the sums of each group's layers, stacked: [units, …]; for a pattern of several layers, they are under
-        the index in the pattern ("0", "1", …).
+        `sums` has the stacked sums, [units, …], of the layers in each group. For a pattern of several layers, they are
+        in a dict by the layer's index in the pattern ("0", "1", …).
         """
         return {}
 
@@ -255,10 +262,11 @@ class Family(ABC):
 
 
 def products_of(arrays: Params, axes: Params) -> tuple[Product, ...]:
-    """Returns the products whose weights are parameters with these logical axes: all except scales and biases.
+    """Returns a product for each parameter in `arrays` except scales and biases. `axes` has their logical axes.
 
     One side of a weight is the model's width (an axis of `GATHERED`). Tensor parallelism splits the other side if
-    `RULES` split one of its axes as they split features. A weight without the model's width is not split.
+    `RULES` split one of the weight's axes along the mesh axis that also splits the sequence. A weight without the
+    model's width is not split.
     """
     products = []
     for parameter, leaf, names in named_leaves(arrays, axes):
@@ -267,7 +275,7 @@ def products_of(arrays: Params, axes: Params) -> tuple[Product, ...]:
         width_dimension = next((dimension for dimension, name in enumerate(names) if name in GATHERED), None)
         is_split = any({*RULES["sequence"]} & {*RULES.get(name or "", ())} for name in names)
         width = leaf.shape[width_dimension or 0]
-        if width_dimension:
+        if width_dimension:  # the width is not the first dimension
             sizes, split_side = (leaf.size // width, width), "inputs"
         else:
             sizes, split_side = (width, leaf.size // width), "outputs"
@@ -278,16 +286,18 @@ def products_of(arrays: Params, axes: Params) -> tuple[Product, ...]:
 
 @dataclass(frozen=True)
 class Definition:
-    """The model without values: the maths of each part, and each array's shape and logical axes."""
+    """A model without the values of its arrays: the maths of each part, and the shape and logical axes of each
+    array."""
 
     family: Family
     groups: tuple[LayerGroup, ...]
     graphs: dict[str, Any]
-    """NNX graphs: one for each end by name, and for each group a list with one for each entry of its pattern."""
+    """NNX graphs by name. A module outside of the layers has one graph, and a group of layers has a list of graphs, one
+    for each entry of its pattern."""
     first: tuple[str, ...]
-    """Names of the parameters before the first layer."""
+    """Names of the modules with parameters that are used before the first layer."""
     last: tuple[str, ...]
-    """Names of the parameters after the last layer."""
+    """Names of the modules with parameters that are used after the last layer, including a tied embedding."""
     abstract: Params = field(repr=False)
     """Parameters as float32 jax.ShapeDtypeStructs."""
     axes: Params = field(repr=False)
@@ -300,16 +310,17 @@ class Definition:
         return self.family.vocab_size
 
     def init(self, key: Array) -> tuple[Params, Params]:
-        """Returns initial float32 parameters and buffers, the same for any sharding."""
+        """Returns initial float32 parameters and buffers, which are the same for any sharding."""
         decoder = _Decoder(self.family, nnx.Rngs(params=key))
-        return _pure(decoder, nnx.Param), _pure(decoder, Buffer)
+        return _pure_dict(decoder, nnx.Param), _pure_dict(decoder, Buffer)
 
     def layer(self, group: LayerGroup, index: int, params: Params, buffers: Params) -> Any:
-        """Returns the module of the pattern's entry `index`, with the parameters and buffers of one layer."""
+        """Returns the module for entry `index` of the group's pattern, with the parameters and buffers of one layer."""
         return nnx.merge(self.graphs[group.name][index], params, buffers)
 
     def ends(self, params: Params) -> dict[str, Any]:
-        """Returns the modules outside of the layers whose parameters are in `params`."""
+        """Returns the modules before and after the layers, by name. `params` has the parameters of the requested
+        ones."""
         return {name: nnx.merge(self.graphs[name], params[name]) for name in params}
 
     @property
@@ -317,7 +328,7 @@ class Definition:
         return sum(leaf.size for leaf in jax.tree.leaves(self.abstract))
 
     def layer_costs(self) -> list[tuple[int, LayerCosts]]:
-        """Returns the number of layers of each kind, and the costs of one of them."""
+        """Returns, for each kind of layer, the number of layers of that kind and the costs of one of them."""
         counts = Counter[str]()
         for group in self.groups:
             for kind in group.pattern:
@@ -326,8 +337,8 @@ class Definition:
 
 
 class _Decoder(nnx.Module):
-    """All parts of a model as attributes; layers are stacked on a leading axis. It has no other attributes, which a
-    part's name could overwrite."""
+    """A module with each part of a model as an attribute. Layers are stacked along a leading axis. There are no other
+    attributes that a part with the same name could overwrite."""
 
     def __init__(self, family: Family, rngs: nnx.Rngs):
         before = family.before(rngs)
@@ -338,7 +349,7 @@ class _Decoder(nnx.Module):
 
 
 def _stack(family: Family, group: LayerGroup, rngs: nnx.Rngs) -> nnx.Module:
-    """Returns the stacked layers of a group: for a pattern of several layers, a dict by index in the pattern."""
+    """Returns the stacked layers of a group. If its pattern has several layers, they are in a dict by index in it."""
 
     def stack(kind: str) -> nnx.Module:
         return nnx.vmap(lambda rngs: family.layer(kind, rngs))(rngs.split(group.units))
@@ -348,7 +359,7 @@ def _stack(family: Family, group: LayerGroup, rngs: nnx.Rngs) -> nnx.Module:
 
 
 def define(family: Family) -> Definition:
-    """Returns the definition of a family with its config, without using a device.
+    """Returns the definition of the model that a family and its config describe, without using a device.
 
     Raises `ConfigError` for groups, axes and buffers that the contract does not allow.
     """
@@ -356,27 +367,32 @@ def define(family: Family) -> Definition:
     first, last = _names_of_ends(family)
     _check_groups(family, groups, first + last)
     decoder = nnx.eval_shape(lambda: _Decoder(family, nnx.Rngs(params=0)))
-    graph = lambda module: nnx.split(module)[0]
-    abstract_layer = lambda kind: nnx.eval_shape(lambda: family.layer(kind, nnx.Rngs(params=0)))
-    graphs: dict[str, Any] = {name: graph(getattr(decoder, name)) for name in first + last}
+    graph_of = lambda module: nnx.split(module)[0]
+    graphs: dict[str, Any] = {name: graph_of(getattr(decoder, name)) for name in first + last}
     for group in groups:
-        graphs[group.name] = [graph(abstract_layer(kind)) for kind in group.pattern]
-    tied = ("embedding",) if family.config.tie_embeddings else ()
-    names = [group.name for group in groups]
-    axes = _axes(decoder, nnx.Param, names)
-    buffer_axes = _axes(decoder, Buffer, names)
-    _check_axes(axes, buffer_axes, names)
+        graphs[group.name] = [graph_of(_abstract_layer(family, kind)) for kind in group.pattern]
+    tied_names = ("embedding",) if family.config.tie_embeddings else ()
+    group_names = [group.name for group in groups]
+    axes = _logical_axes(decoder, nnx.Param, group_names)
+    buffer_axes = _logical_axes(decoder, Buffer, group_names)
+    _check_axes(axes, buffer_axes, group_names)
     return Definition(
-        family, groups, graphs, first, last + tied,
-        _pure(decoder, nnx.Param), axes, _pure(decoder, Buffer), buffer_axes,
+        family, groups, graphs, first, last + tied_names,
+        _pure_dict(decoder, nnx.Param), axes, _pure_dict(decoder, Buffer), buffer_axes,
     )  # fmt: skip
 
 
+def _abstract_layer(family: Family, kind: str) -> nnx.Module:
+    """Returns a layer whose arrays have shapes but no values."""
+    return nnx.eval_shape(lambda: family.layer(kind, nnx.Rngs(params=0)))
+
+
 def _names_of_ends(family: Family) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Returns the names of the modules before the first layer, and of those after the last."""
+    """Returns the names of the modules before the first layer, and those of the modules after the last layer."""
     names: list[tuple[str, ...]] = []
 
-    def collect_names() -> None:  # a side effect, since eval_shape sorts the keys of the mappings that it returns
+    # The names are collected as a side effect, because eval_shape sorts the keys of the mappings that it returns.
+    def collect_names() -> None:
         names.extend(tuple(make(nnx.Rngs(params=0))) for make in (family.before, family.after))
 
     nnx.eval_shape(collect_names)
@@ -385,7 +401,7 @@ def _names_of_ends(family: Family) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def _check_groups(family: Family, groups: Sequence[LayerGroup], ends: Sequence[str]) -> None:
-    """Raises `ConfigError` for invalid groups. Their names name parameters and logical axes, so they must be unique."""
+    """Raises `ConfigError` for invalid groups. Parameters and logical axes use their names, which must be unique."""
     names = [group.name for group in groups]
     layers = sum(group.num_layers for group in groups)
     reserved = (RULES.keys() - {"layers"}) | {*ends}
@@ -402,31 +418,36 @@ def _check_groups(family: Family, groups: Sequence[LayerGroup], ends: Sequence[s
         )
 
 
-def _check_axes(axes: Params, buffer_axes: Params, groups: Sequence[str]) -> None:
+def _check_axes(axes: Params, buffer_axes: Params, group_names: Sequence[str]) -> None:
     """Raises `ConfigError` for unknown axes, and for buffers outside of layers or along gathered axes."""
-    known_axes = {*RULES, *groups, None}
+    known_axes = {*RULES, *group_names, None}
     for path, names in jax.tree.leaves_with_path((axes, buffer_axes), is_leaf=is_axes):
         name = parameter_name(path[1:])
         if unknown := [axis for axis in names if axis not in known_axes]:
             raise ConfigError(
                 f"model.family: {name} has the unknown axis {unknown[0]!r}; use one of {', '.join(sorted(RULES))}"
             )
-        is_buffer = path[0].idx == 1
-        if is_buffer and (path[1].key not in groups or set(names) & set(GATHERED)):
+        is_buffer = path[0].idx == 1  # the second tree of (axes, buffer_axes)
+        if is_buffer and (path[1].key not in group_names or set(names) & set(GATHERED)):
             raise ConfigError(
                 f"model.family: the buffer {name} must belong to a layer and must not have the axes "
                 f"{', '.join(GATHERED)}"
             )
 
 
-def _pure(module: nnx.Module, kind: type[nnx.Variable[Any]]) -> Params:
+def _pure_dict(module: nnx.Module, kind: type[nnx.Variable[Any]]) -> Params:
+    """Returns the arrays of all variables of a kind, as a nested dict."""
     return nnx.to_pure_dict(nnx.state(module, kind))
 
 
-def _axes(decoder: nnx.Module, kind: type[nnx.Variable[Any]], groups: Sequence[str] = ()) -> Params:
-    """Returns the logical axes of all variables of a kind; those of a group are stacked along the axis of its name."""
+def _logical_axes(module: nnx.Module, kind: type[nnx.Variable[Any]], group_names: Sequence[str] = ()) -> Params:
+    """Returns the logical axes of all variables of a kind. Variables of a group of layers are stacked along a first
+    axis that has the group's name."""
     is_variable = lambda node: isinstance(node, nnx.Variable)
-    state = nnx.state(decoder, kind)
+    state = nnx.state(module, kind)
     axes = nnx.to_pure_dict(jax.tree.map(lambda v: v.replace(v.get_metadata("axes")), state, is_leaf=is_variable))
-    stacked = lambda name: jax.tree.map(lambda names: (name, *names), axes[name], is_leaf=is_axes)
-    return {name: stacked(name) if name in groups else axes[name] for name in axes}
+
+    def with_group_axis(name: str) -> Params:
+        return jax.tree.map(lambda names: (name, *names), axes[name], is_leaf=is_axes)
+
+    return {name: with_group_axis(name) if name in group_names else axes[name] for name in axes}

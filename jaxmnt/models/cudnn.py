@@ -1,14 +1,14 @@
 """cuDNN's flash attention, for whole rows and for rows whose documents are kept apart.
 
-Rows with documents use cuDNN's packed form: the tokens of all rows are one sequence, with the offset and length of each
-document. So no mask of L · L exists. JAX has no public function for that form. This module calls the primitives below
-the public one, because the code between them multiplies the offsets of keys by the number of query heads (jax#39521:
-with fewer key heads, it reads keys of other documents).
+Rows with several documents use cuDNN's packed form: the tokens of all rows form one sequence, and cuDNN is given the
+offset and length of each document, so no L · L mask exists. JAX has no public function for this form. This module calls
+the internal primitives directly, because the code between them and the public function multiplies the offsets of keys
+by the number of query heads. With fewer key heads, cuDNN would then read keys of other documents (jax#39521).
 
-A call takes a fixed number of documents. Rows with more documents need more calls, each of which fills in the tokens of
-its documents. Softmax statistics are stored by token, not in cuDNN's form [documents, H, L].
+A call takes a fixed number of documents. Rows with more documents need several calls, each of which fills in the tokens
+of its documents. Softmax statistics are stored by token, not in cuDNN's form [documents, H, L].
 
-Shapes: B batch, L length, H query heads, G key/value heads, K head width, T = B · L tokens, C documents of a call.
+Shapes: B batch, L length, H query heads, G key/value heads, K head width, T = B · L tokens, C documents in a call.
 """
 
 import functools
@@ -25,109 +25,126 @@ from jaxmnt.errors import ConfigError
 from jaxmnt.models.blockwise import ATTENTION, ScoreOptions
 from jaxmnt.parallel.collectives import with_backward
 
-DOCUMENT = 512
-"""Mean length of a document, in tokens, for which one call of cuDNN takes all documents of the rows."""
+MEAN_DOCUMENT_TOKENS = 512
+"""If documents have at least this many tokens on average, one call of cuDNN takes all documents of the rows, unless
+`MAX_DOCUMENTS_PER_ROW` limits it."""
 
 MAX_DOCUMENTS_PER_ROW = 64
-"""Most documents of a row in one call."""
+"""Maximum number of documents per row in one call, on average over the rows."""
 
-_LARGEST = 2**31 - 1
-"""Largest offset: offsets are int32 and count the numbers of queries."""
+_MAX_OFFSET = 2**31 - 1
+"""Largest offset of a document. Offsets are int32 and count the numbers in the queries, not the tokens."""
 
 
 def is_cudnn_attention(primitive: Any, *_: Any, **__: Any) -> bool:
-    """Checkpoint policy that saves cuDNN's results for whole rows: output and statistics, which have no name."""
+    """Returns True for the primitive that computes attention in whole rows. As a checkpoint policy, this saves its
+    output and statistics, which have no checkpoint name."""
     return bool(primitive.name == "dot_product_attention_fwd_wrapper")
 
 
-def attend_whole(options: ScoreOptions, q_BLHK: Array, k_BLGK: Array, v_BLGK: Array) -> Array:
-    """Returns causal attention [B, L, H, K]: a query sees its whole row up to itself, or a window of it."""
-    return jax.nn.dot_product_attention(  # without the checkpoint name, which would save a second array
+def attend_whole_rows(options: ScoreOptions, q_BLHK: Array, k_BLGK: Array, v_BLGK: Array) -> Array:
+    """Returns causal attention [B, L, H, K]. A query sees its whole row up to itself, or the window's part of that."""
+    return jax.nn.dot_product_attention(  # no checkpoint name, because it would save a second array
         q_BLHK, k_BLGK, v_BLGK, is_causal=True, scale=options.scale, implementation="cudnn",
         local_window_size=None if options.window is None else (options.window - 1, 0),
     )  # fmt: skip
 
 
 def attend_packed(options: ScoreOptions, q_BLHK: Array, k_BLGK: Array, v_BLGK: Array, segments_BL: Array) -> Array:
-    """Returns causal attention [B, L, H, K]: a query sees only keys of its own document. Output and statistics have the
-    checkpoint name `attention`. Raises `ConfigError` if the queries exceed cuDNN's offsets."""
-    if q_BLHK.size > _LARGEST:
+    """Returns causal attention [B, L, H, K], in which a query sees only keys of its own document. Output and statistics
+    have the checkpoint name `attention`. Raises `ConfigError` if the queries have more numbers than offsets can
+    count."""
+    if q_BLHK.size > _MAX_OFFSET:
         raise ConfigError(
             "model.attention: cudnn cannot keep documents apart if a device's queries of a microbatch have "
-            f"{q_BLHK.size:,} numbers (at most {_LARGEST:,}); set train.microbatch_size lower, or model.attention=xla"
+            f"{q_BLHK.size:,} numbers (at most {_MAX_OFFSET:,}); set train.microbatch_size lower, or "
+            "model.attention=xla"
         )
-    return _packed(options, q_BLHK, k_BLGK, v_BLGK, segments_BL)
+    return _attend_within_documents(options, q_BLHK, k_BLGK, v_BLGK, segments_BL)
 
 
 class _Documents(NamedTuple):
-    """The documents of all rows in order, filled up with empty documents after the last row's end."""
+    """The documents of all rows in order, followed by empty documents that complete the last possible call."""
 
-    begin: Array  # int32 [documents + 1], filled up to a whole number of calls: the first token of each, or T
-    of_token_T: Array  # int32: the document of each token
-    total: Array  # int32: the number of documents
+    first_tokens: Array
+    """int32: the index of each document's first token, or T for an empty document; ends with one more T."""
+    document_of_token_T: Array
+    """int32: the index of each token's document."""
+    total: Array
+    """int32: the number of documents that are not empty."""
 
     @staticmethod
     def from_segments(segments_BL: Array) -> "_Documents":
+        """Returns the documents of rows whose tokens belong to these segments."""
         # A document begins at each row's first token, and wherever the segment changes.
         begins_BL = jnp.ones(segments_BL.shape, bool).at[:, 1:].set(segments_BL[:, 1:] != segments_BL[:, :-1])
         begins_T = begins_BL.reshape(-1)
         tokens = begins_T.size
         per_call = documents_per_call(*segments_BL.shape)
-        # Each token may be a document.
-        size = -(-tokens // per_call) * per_call + 1
-        begin = jnp.nonzero(begins_T, size=size, fill_value=tokens)[0].astype(jnp.int32)
-        of_token_T = jnp.cumsum(begins_T, dtype=jnp.int32) - 1
-        return _Documents(begin, of_token_T, of_token_T[-1] + 1)
+        # There may be as many documents as tokens.
+        max_calls = -(-tokens // per_call)
+        size = max_calls * per_call + 1
+        first_tokens = jnp.nonzero(begins_T, size=size, fill_value=tokens)[0].astype(jnp.int32)
+        document_of_token_T = jnp.cumsum(begins_T, dtype=jnp.int32) - 1
+        return _Documents(first_tokens, document_of_token_T, document_of_token_T[-1] + 1)
 
 
 def documents_per_call(batch: int, length: int) -> int:
-    """Returns the number of documents in one call of cuDNN for `batch` rows. Each document's statistics take as much
-    memory as those of a whole row, so very long rows take more calls."""
-    return batch * min(max(2, length // DOCUMENT), MAX_DOCUMENTS_PER_ROW)
+    """Returns the number of documents that one call of cuDNN takes, for `batch` rows of `length` tokens. It is limited,
+    because cuDNN's statistics of any document take as much memory as those of a whole row. Very long rows may therefore
+    need more calls."""
+    return batch * min(max(2, length // MEAN_DOCUMENT_TOKENS), MAX_DOCUMENTS_PER_ROW)
 
 
-class _Call(NamedTuple):
-    """The documents of one call."""
+class _CallDocuments(NamedTuple):
+    """The documents that one call of cuDNN takes."""
 
     lengths_C: Array
-    first_C1: Array  # the first token of each document, and the end of the last
-    inside_T: Array  # bool: True for tokens of these documents
-    document_T: Array  # index of a token's document among these; arbitrary for tokens of others
-    position_T: Array  # position of a token in its document
+    """int32: the number of tokens in each document."""
+    first_C1: Array
+    """int32: the index of each document's first token, and the end of the last document."""
+    inside_T: Array
+    """bool: True for tokens of these documents."""
+    document_T: Array
+    """int32: the index of each token's document among these; arbitrary where `inside_T` is False."""
+    position_T: Array
+    """int32: the position of each token in its document; 0 where `inside_T` is False."""
 
 
-def _call(documents: _Documents, number: Array, per_call: int) -> _Call:
-    """Returns the documents of call `number`."""
-    first_C1 = jax.lax.dynamic_slice_in_dim(documents.begin, number * per_call, per_call + 1)
-    document_T = documents.of_token_T - number * per_call
+def _documents_of_call(documents: _Documents, call_index: Array, per_call: int) -> _CallDocuments:
+    """Returns the documents of one of the calls, each of which takes `per_call` documents."""
+    first_C1 = jax.lax.dynamic_slice_in_dim(documents.first_tokens, call_index * per_call, per_call + 1)
+    document_T = documents.document_of_token_T - call_index * per_call
     inside_T = (document_T >= 0) & (document_T < per_call)
     document_T = jnp.clip(document_T, 0, per_call - 1)
     position_T = jnp.where(inside_T, jnp.arange(len(document_T)) - first_C1[document_T], 0)
-    return _Call(jnp.diff(first_C1), first_C1, inside_T, document_T, position_T)
+    return _CallDocuments(jnp.diff(first_C1), first_C1, inside_T, document_T, position_T)
 
 
 def _for_each_call(
-    segments_BL: Array, fill: Callable[[_Call, tuple[Array, ...]], tuple[Array, ...]], like: Any
+    segments_BL: Array, fill: Callable[[_CallDocuments, tuple[Array, ...]], tuple[Array, ...]], like: Any
 ) -> tuple[Array, ...]:
-    """Folds `fill(call, arrays)` over the calls, from zeros with the shapes and dtypes of `like`."""
+    """Returns arrays with the shapes and dtypes of `like`. They begin as zeros, and for each call of cuDNN
+    `fill(call, arrays)` returns the arrays with the tokens of that call filled in."""
     documents = _Documents.from_segments(segments_BL)
     per_call = documents_per_call(*segments_BL.shape)
-    calls = -(-documents.total // per_call)
-    step = lambda number, arrays: fill(_call(documents, number, per_call), arrays)
-    empty = tuple(jnp.zeros(array.shape, array.dtype) for array in like)
-    with jax.named_scope("about_1_rounds"):  # the plan reads the number of iterations off this name
-        return jax.lax.fori_loop(0, calls, step, empty)
+    num_calls = -(-documents.total // per_call)
+    fill_call = lambda index, arrays: fill(_documents_of_call(documents, index, per_call), arrays)
+    zeros = tuple(jnp.zeros(array.shape, array.dtype) for array in like)
+    with jax.named_scope("about_1_rounds"):  # the planner reads the number of iterations from this name
+        return jax.lax.fori_loop(0, num_calls, fill_call, zeros)
 
 
 def _backward(options: ScoreOptions, saved: tuple[Array, ...], gradient_BLHK: Array) -> tuple[Array | None, ...]:
+    """Returns the gradients of queries, keys and values. Segments have none."""
     q_BLHK, k_BLGK, v_BLGK, segments_BL, a_BLHK, statistics_BLH = saved
     _, length, heads, _ = q_BLHK.shape
     statistics_TH = statistics_BLH.reshape(-1, heads)
 
-    def fill(call: _Call, filled: tuple[Array, ...]) -> tuple[Array, ...]:
+    def fill(call: _CallDocuments, filled: tuple[Array, ...]) -> tuple[Array, ...]:
         token_CL = call.first_C1[:-1, None] + jnp.arange(length)
         inside_CL = jnp.arange(length) < call.lengths_C[:, None]
-        # Beyond the end of a document its exponentials must be 0.
+        # Positions beyond the end of a document must have exponentials of 0.
         statistics_CLH = jnp.where(inside_CL[..., None], statistics_TH.at[token_CL].get(mode="clip"), _MASKED_STATISTIC)
         gradients = cudnn_backward(
             options, q_BLHK, k_BLGK, v_BLGK, statistics_CLH.swapaxes(1, 2), gradient_BLHK, a_BLHK,
@@ -139,13 +156,13 @@ def _backward(options: ScoreOptions, saved: tuple[Array, ...], gradient_BLHK: Ar
 
 
 @with_backward(_backward, static=1)
-def _packed(
+def _attend_within_documents(
     options: ScoreOptions, q_BLHK: Array, k_BLGK: Array, v_BLGK: Array, segments_BL: Array
 ) -> tuple[Array, tuple[Array, ...]]:
-    """Returns the output, and the arrays that backward needs."""
+    """Returns causal attention within documents, and the arrays that the backward pass needs."""
     batch, length, heads, _ = q_BLHK.shape
 
-    def fill(call: _Call, filled: tuple[Array, ...]) -> tuple[Array, ...]:
+    def fill(call: _CallDocuments, filled: tuple[Array, ...]) -> tuple[Array, ...]:
         a_BLHK, statistics_CHL = cudnn_forward(options, q_BLHK, k_BLGK, v_BLGK, call.lengths_C, call.first_C1)
         statistics_TH = statistics_CHL[call.document_T, :, call.position_T]
         return _merge_documents(call, (a_BLHK, statistics_TH.reshape(batch, length, heads)), filled)
@@ -157,15 +174,15 @@ def _packed(
 
 
 _MASKED_STATISTIC = 1e30
-"""Statistic, a logarithm of a sum, for which all exponentials are 0."""
+"""Softmax statistic, the logarithm of a sum of exponentials, that makes all exponentials relative to it 0."""
 
 
-def _merge_documents(call: _Call, new: tuple[Array, ...], old: tuple[Array, ...]) -> tuple[Array, ...]:
+def _merge_documents(call: _CallDocuments, new: tuple[Array, ...], old: tuple[Array, ...]) -> tuple[Array, ...]:
     """Returns `new` at the tokens of this call's documents and `old` at all others, where cuDNN leaves `new`
     uninitialised."""
-    inside = lambda array: call.inside_T.reshape(*array.shape[:2], *[1] * (array.ndim - 2))
+    inside_like = lambda array: call.inside_T.reshape(*array.shape[:2], *[1] * (array.ndim - 2))
     return tuple(
-        jnp.where(inside(new_array), new_array, old_array) for new_array, old_array in zip(new, old, strict=True)
+        jnp.where(inside_like(new_array), new_array, old_array) for new_array, old_array in zip(new, old, strict=True)
     )
 
 
@@ -173,44 +190,47 @@ def _merge_documents(call: _Call, new: tuple[Array, ...], old: tuple[Array, ...]
 
 
 def has_packed_form() -> bool:
-    """Returns True if this version of JAX has the primitives of the packed form with the parameters that this module
-    knows: they are not public."""
+    """Returns True if this version of JAX has the internal primitives of the packed form, with no parameters that this
+    module does not know."""
     try:
-        _jax()
+        _primitives()
     except (ImportError, AttributeError):
         return False
     return True
 
 
-class _Jax(NamedTuple):
+class _Primitives(NamedTuple):
+    """JAX's primitives of the packed form."""
+
     forward: Any
     backward: Any
     settings: dict[str, Any]
     """Static parameters of both primitives. Those that only newer versions have are None, which disables them."""
 
 
-_OPERANDS = {
+_OPERANDS_AND_OPTIONS = {
     "ctx", "query", "key", "value", "bias", "q_seqlen", "kv_seqlen", "q_offsets", "kv_offsets", "page_table_k",
     "page_table_v", "score_mod_args", "scale", "sliding_window_length", "is_training",
 }  # fmt: skip
+"""Parameters of JAX's lowering that are arrays, or that this module passes with each call."""
 
 
 @functools.cache
-def _jax() -> _Jax:
+def _primitives() -> _Primitives:
     """Returns the primitives of the packed form. Raises `ImportError` or `AttributeError` if JAX has none, or if they
     have parameters that this module does not know."""
-    from jax._src.cudnn import fused_attention_stablehlo as jax_cudnn  # imported late, as it loads a GPU's libraries
+    from jax._src.cudnn import fused_attention_stablehlo as jax_cudnn  # here, because it loads a GPU's libraries
 
     settings = {
         "seed": 42, "dropout_rate": 0.0, "variadic_args": (False, False),
         "mask_type": jax_cudnn.MaskType.PADDING_CAUSAL, "layout": jax_cudnn.AttentionLayout.BTNH.value,
     }  # fmt: skip
     lowering = inspect.signature(jax_cudnn._dot_product_attention_fwd_cuda_lowering)
-    newer = set(lowering.parameters) - _OPERANDS - set(settings)
-    if unknown := newer - {"score_mod_name", "score_mod_jaxpr"}:
+    newer_parameters = set(lowering.parameters) - _OPERANDS_AND_OPTIONS - set(settings)
+    if unknown := newer_parameters - {"score_mod_name", "score_mod_jaxpr"}:
         raise AttributeError(f"cuDNN's attention has unknown parameters: {', '.join(sorted(unknown))}")
-    settings |= dict.fromkeys(sorted(newer))
-    return _Jax(jax_cudnn._dot_product_attention_fwd_p, jax_cudnn._dot_product_attention_bwd_p, settings)
+    settings |= dict.fromkeys(sorted(newer_parameters))
+    return _Primitives(jax_cudnn._dot_product_attention_fwd_p, jax_cudnn._dot_product_attention_bwd_p, settings)
 
 
 def cudnn_forward(
@@ -221,12 +241,12 @@ def cudnn_forward(
     lengths_C: Array,
     first_C1: Array,
 ) -> tuple[Array, Array]:
-    """Returns the output [B, L, H, K] and the statistics, float32 [C, H, L], of the tokens of these documents. Other
+    """Returns the output [B, L, H, K] and the float32 statistics [C, H, L] for the tokens of these documents. Other
     tokens are left uninitialised."""
     empty = jnp.zeros(0, q_BLHK.dtype)
-    documents = _operands(q_BLHK, k_BLGK, lengths_C, first_C1)
+    documents = _document_operands(q_BLHK, k_BLGK, lengths_C, first_C1)
     # The empty operands are the bias and the page tables, which this form does not use.
-    a_BLHK, statistics_CHL = _jax().forward.bind(
+    a_BLHK, statistics_CHL = _primitives().forward.bind(
         q_BLHK, k_BLGK, v_BLGK, empty, *documents, empty, empty, is_training=True, **_settings(options)
     )
     return a_BLHK, statistics_CHL
@@ -246,8 +266,8 @@ def cudnn_backward(
     """Returns the gradients of queries, keys and values for the tokens of these documents. Other tokens are left
     uninitialised."""
     empty = jnp.zeros(0, q_BLHK.dtype)
-    documents = _operands(q_BLHK, k_BLGK, lengths_C, first_C1)
-    q_gradient_BLHK, k_gradient_BLGK, v_gradient_BLGK = _jax().backward.bind(
+    documents = _document_operands(q_BLHK, k_BLGK, lengths_C, first_C1)
+    q_gradient_BLHK, k_gradient_BLGK, v_gradient_BLGK = _primitives().backward.bind(
         q_BLHK, k_BLGK, v_BLGK, empty, *documents, empty, empty, statistics_CHL, a_BLHK, gradient_BLHK,
         **_settings(options),
     )  # fmt: skip
@@ -256,12 +276,13 @@ def cudnn_backward(
 
 def _settings(options: ScoreOptions) -> dict[str, Any]:
     """Returns the static parameters of both primitives."""
-    return {"scale": options.scale, "sliding_window_length": options.window, **_jax().settings}
+    return {"scale": options.scale, "sliding_window_length": options.window, **_primitives().settings}
 
 
-def _operands(q_BLHK: Array, k_BLGK: Array, lengths_C: Array, first_C1: Array) -> list[Array]:
-    """Returns lengths [B, C / B] and offsets [B, C / B + 1], of queries and of keys. JAX derives the number of
-    documents from their shapes; cuDNN reads them as flat arrays. An offset counts numbers, not tokens."""
+def _document_operands(q_BLHK: Array, k_BLGK: Array, lengths_C: Array, first_C1: Array) -> list[Array]:
+    """Returns the documents' lengths [B, C / B] in queries and in keys, and their offsets [B, C / B + 1] in queries and
+    in keys. JAX derives the number of documents from these shapes, whereas cuDNN reads flat arrays. Offsets count
+    numbers, not tokens."""
     batch, documents = q_BLHK.shape[0], len(lengths_C)
     lengths = lengths_C.reshape(batch, documents // batch)
     offsets = jnp.pad(first_C1, (0, batch - 1), mode="edge").reshape(batch, documents // batch + 1)

@@ -1,8 +1,8 @@
 """Gemma 2 and the text model of Gemma 3.
 
-Gemma 2 (Gemma Team 2024, arXiv:2408.00118) alternates layers with and without a window. Each layer has a norm before
-and after its attention and its MLP; norms multiply by 1 + w. Embeddings are multiplied by the square root of the width,
-and soft caps limit attention's scores and the logits. It has tied embeddings (`model.tie_embeddings`).
+Gemma 2 (Gemma Team 2024, arXiv:2408.00118) alternates between layers with and without a window. Each layer has norms
+before and after its attention and its MLP, which multiply by 1 + w. Embeddings are multiplied by the square root of the
+width, and soft caps limit the scores of attention and the logits. Embeddings are tied (`model.tie_embeddings`).
 
 Gemma 3 (Gemma Team 2025, arXiv:2503.19786) adds an RMSNorm on each head's query and key and has no soft caps. Five
 layers with a window are followed by one without, whose rotary positions have a larger base.
@@ -25,8 +25,8 @@ from jaxmnt.models.huggingface import (
     ATTENTION,
     ENDS,
     MLP,
+    NO_ATTENTION_BIAS,
     NORMED_HEADS,
-    UNBIASED,
     HuggingFace,
     Setting,
     Tensor,
@@ -35,7 +35,7 @@ from jaxmnt.models.huggingface import (
 from jaxmnt.models.layers import GatedMLP, RMSNorm
 from jaxmnt.models.llama import Block
 from jaxmnt.models.rotary import Angles
-from jaxmnt.models.windows import Alternating, AlternatingAttention, two_rotaries
+from jaxmnt.models.windows import AlternatingAttention, AlternatingFamily, rotary_tables_by_kind
 from jaxmnt.parallel.sharding import Placement
 
 NORMS = {
@@ -46,25 +46,25 @@ NORMS = {
 }
 
 
-def _written_scale(scale: float) -> float:
-    """Returns `query_pre_attn_scalar` for a scale: an integer if it is one up to rounding."""
+def _query_pre_attn_scalar(scale: float) -> float:
+    """Returns Hugging Face's `query_pre_attn_scalar` for a scale. It is an integer if it is one up to rounding."""
     scalar = scale**-2
     return round(scalar) if abs(scalar - round(scalar)) < 1e-6 * scalar else scalar
 
 
-SCALE = Setting("attention_scale", lambda scalar: scalar**-0.5, _written_scale)
+SCALE = Setting("attention_scale", lambda scalar: scalar**-0.5, _query_pre_attn_scalar)
 SETTINGS = common_settings(
     sliding_window=Setting("sliding_window"),
     query_pre_attn_scalar=SCALE,
     attn_logit_softcapping=Setting("attention_soft_cap"),
     final_logit_softcapping=Setting("logit_soft_cap"),
 )
-ONLY = UNBIASED | {
+SUPPORTED_VALUES = NO_ATTENTION_BIAS | {
     "hidden_activation": ("gelu_pytorch_tanh",),
     "hidden_act": ("gelu_pytorch_tanh",),
     "use_bidirectional_attention": (False, None),
 }
-ASSUMED = {
+DEFAULTS = {
     "rms_norm_eps": 1e-6, "tie_word_embeddings": True, "head_dim": 256, "query_pre_attn_scalar": 256,
     "sliding_window": 4096,
 }  # fmt: skip
@@ -82,17 +82,17 @@ class GemmaAttention(AlternatingAttention):
 
 
 class GemmaBlock(Block):
-    """A layer with norms before and after attention and MLP."""
+    """A layer with norms both before and after attention and MLP."""
 
     norms = ("attention_norm", "after_attention_norm", "mlp_norm", "after_mlp_norm")
     norm = staticmethod(functools.partial(RMSNorm, offset=1.0))
     make_mlp = staticmethod(functools.partial(GatedMLP, activation=functools.partial(jax.nn.gelu, approximate=True)))
 
 
-class Gemma2(Alternating):
+class Gemma2(AlternatingFamily):
     """Gemma 2: pairs of layers, the first with a window (`model.sliding_window`), the second without."""
 
-    settings: Sequence[str] = (*Alternating.settings, "attention_scale", "attention_soft_cap", "logit_soft_cap")
+    settings: Sequence[str] = (*AlternatingFamily.settings, "attention_scale", "attention_soft_cap", "logit_soft_cap")
     pattern_length = 2
     block = GemmaBlock
     attention: type[AlternatingAttention] = GemmaAttention
@@ -102,9 +102,9 @@ class Gemma2(Alternating):
         ATTENTION | MLP | NORMS,
         ENDS,
         SETTINGS,
-        only=ONLY,
-        meaningless=frozenset({"sliding_window_size"}),  # some files have it in addition to sliding_window
-        assumed=ASSUMED | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "num_key_value_heads": 4},
+        only=SUPPORTED_VALUES,
+        meaningless=frozenset({"sliding_window_size"}),  # which some files have in addition to sliding_window
+        assumed=DEFAULTS | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "num_key_value_heads": 4},
     )
 
     def after(self, rngs: nnx.Rngs) -> dict[str, nnx.Module]:
@@ -136,7 +136,7 @@ class Gemma3Attention(GemmaAttention):
 
 
 class Gemma3(Gemma2):
-    """Gemma 3: five layers with a window, then one without. A remainder at the end has windows."""
+    """Gemma 3: five layers with a window, then one without. If layers remain at the end, they have windows."""
 
     settings: Sequence[str] = (*Gemma2.settings, "local_rope_theta")
     pattern_length = 6
@@ -147,9 +147,9 @@ class Gemma3(Gemma2):
         ATTENTION | NORMED_HEADS | MLP | NORMS,
         ENDS,
         {key: setting for key, setting in SETTINGS.items() if key != "attn_logit_softcapping"},
-        # transformers 5.23 keeps this key and computes without it.
-        only=ONLY | {"attn_logit_softcapping": (None,)},
-        assumed=ASSUMED
+        # transformers 5.23 preserves this key but computes without it.
+        only=SUPPORTED_VALUES | {"attn_logit_softcapping": (None,)},
+        assumed=DEFAULTS
         | {"vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 131072}
         | {"rope_theta": 1000000.0, "rope_local_base_freq": 10000.0},
         renamed={
@@ -163,4 +163,4 @@ class Gemma3(Gemma2):
     )
 
     def rotary(self, positions_BL: Array) -> dict[str, Angles]:
-        return two_rotaries(self.config, positions_BL)
+        return rotary_tables_by_kind(self.config, positions_BL)

@@ -27,7 +27,8 @@ from jaxmnt.parallel.sharding import Placement
 
 
 def _fused(kind: str, inputs: int, part: int) -> Tensor:
-    """Returns one third of the fused projection to queries, keys and values."""
+    """Returns a tensor of the fused projection to queries, keys and values. `kind` is weight or bias, and `part` is 0
+    for queries, 1 for keys and 2 for values."""
     return Tensor(f"transformer.h.{{}}.attn.c_attn.{kind}", inputs, False, part, 3)
 
 
@@ -56,15 +57,15 @@ ENDS = {
     "norm.bias": Tensor("transformer.ln_f.bias"),
     "head.kernel": Tensor("lm_head.weight", 1),
 }
-UNUSED = frozenset(
+UNUSED_KEYS = frozenset(
     {"n_ctx", "reorder_and_upcast_attn", "n_special", "predict_special_tokens", "output_past", "_num_labels"}
 )
-"""Keys that transformers no longer reads, or that only change roundings."""
+"""Keys that transformers no longer reads, or that only affect rounding."""
 
 
 def _bias(size: int, axis: str | None = None) -> nnx.Param:
-    """Returns a bias [1, size], whose last dimension has the logical axis `axis`. The axis `bias` of the first excludes
-    it from weight decay."""
+    """Returns a bias [1, size], whose last dimension has the logical axis `axis`. The first dimension has the axis
+    `bias`, which excludes the parameter from weight decay."""
     return nnx.Param(jnp.zeros((1, size), jnp.float32), axes=("bias", axis))
 
 
@@ -83,8 +84,8 @@ class GPT2Attention(BiasedAttention):
 
 
 class MLP(nnx.Module):
-    """Two products with biases, and between them GELU (Hendrycks and Gimpel 2016, arXiv:1606.08415) in its tanh
-    form."""
+    """Two products with biases, with GELU (Hendrycks and Gimpel 2016, arXiv:1606.08415) in its tanh form between
+    them."""
 
     def __init__(self, hidden_size: int, intermediate_size: int, output_std: float, rngs: nnx.Rngs):
         self.up = weight(rngs, (hidden_size, intermediate_size), ("embed", "mlp"))
@@ -101,7 +102,7 @@ class MLP(nnx.Module):
 
 @functools.partial(jax.checkpoint, prevent_cse=False)
 def _gelu(up_BLF: Array) -> Array:
-    """Returns GELU of the argument. Backward saves only the argument."""
+    """Returns GELU of the argument. Only the argument is saved for the backward pass."""
     return jax.nn.gelu(up_BLF, approximate=True)
 
 
@@ -138,7 +139,7 @@ class GPT2(Family):
             "add_cross_attention": (False,),
         },
         assumed={"layer_norm_epsilon": 1e-5, "tie_word_embeddings": True, "n_positions": 1024},
-        meaningless=UNUSED,
+        meaningless=UNUSED_KEYS,
         renamed={name: f"transformer.{name}" for name in ("wte.", "wpe.", "h.", "ln_f.")},
         left_out=(r"transformer\.h\.\d+\.attn\.(masked_)?bias",),
     )

@@ -1,4 +1,4 @@
-"""A family's format in files of Hugging Face: names, layouts and settings. This module is only data;
+"""A family's format in files of Hugging Face: names, layouts and settings. This module only describes formats;
 `jaxmnt/huggingface` reads and writes the files.
 
 Shapes: D model, H query heads, G key/value heads, K head width, F MLP, V vocabulary.
@@ -10,22 +10,23 @@ from typing import Any, NamedTuple
 
 
 class Tensor(NamedTuple):
-    """A tensor and its layout in the file: a matrix of a parameter's input dimensions and its output dimensions."""
+    """A tensor in a file, which stores a parameter as a matrix of its input dimensions and its output dimensions."""
 
     name: str
-    """Name in the file; for a tensor of a layer, with {} for the layer's number."""
+    """Name in the file. In the name of a layer's tensor, {} stands for the number of the layer."""
     inputs: int = 0
-    """Number of the parameter's first dimensions that are inputs; 0: a vector in the file, whatever its shape here."""
+    """Number of leading dimensions of the parameter that are inputs. If 0, the tensor is a vector in the file, whatever
+    the shape of the parameter."""
     transposed: bool = True
-    """True if outputs come before inputs, as in torch.nn.Linear."""
+    """True if outputs come before inputs in the file, as in torch.nn.Linear."""
     part: int = 0
-    """Index of the parameter among the `parts`."""
+    """Index of the parameter's part of the tensor among the `parts`."""
     parts: int = 1
     """Number of equal parts, one for each parameter, into which the tensor's outputs are divided."""
 
 
 def linear(name: str, inputs: int = 1) -> Tensor:
-    """Returns the weight of a torch.nn.Linear."""
+    """Returns the weight of the torch.nn.Linear with this name."""
     return Tensor(f"{name}.weight", inputs)
 
 
@@ -44,29 +45,30 @@ class HuggingFace:
     model_type: str
     architecture: str
     layer: Mapping[str, Tensor]
-    """Tensor of each parameter of a layer, such as attention.query."""
+    """Tensor for each parameter of a layer, by the parameter's name, such as attention.query."""
     ends: Mapping[str, Tensor]
-    """Tensor of each parameter outside of layers, such as embedding.table."""
+    """Tensor for each parameter outside of layers, by the parameter's name, such as embedding.table."""
     settings: Mapping[str, Setting]
     """Setting for each key of config.json."""
     only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    """Keys that change the maths, with the values that this family supports; the first is the one that is written."""
+    """Keys that change the maths, with the values that this family supports. An export writes the first one."""
     assumed: Mapping[str, Any] = field(default_factory=dict)
-    """Values of keys that a config.json leaves out."""
+    """Values that transformers assumes for keys that are missing from a config.json."""
     meaningless: frozenset[str] = frozenset()
     """Keys without effect in this family, in addition to those without effect in any model."""
     renamed: Mapping[str, str] = field(default_factory=dict)
-    """Prefixes of names in some files, and the prefixes used here."""
+    """Prefixes of tensor names that some files use, and the prefixes to replace them with."""
     left_out: tuple[str, ...] = ()
-    """Patterns (re) of tensors to ignore: they hold nothing learned, or belong to other parts of a larger model."""
+    """Regular expressions for the names of tensors to ignore, because they hold nothing learned or belong to other
+    parts of a larger model."""
     reads_pattern: bool = False
-    """True if `sliding_window_pattern` applies where `layer_types` is missing."""
+    """True if transformers uses `sliding_window_pattern` where `layer_types` is missing."""
     nested: tuple[str, str] | None = None
-    """The `model_type` of a larger model, and the key in its config.json that has this model's config."""
+    """The `model_type` of a larger model, and the key in its config.json under which this model's config is."""
 
 
 def common_settings(**additional: Setting) -> dict[str, Setting]:
-    """Returns the settings that all families except GPT-2 have, and the `additional` ones."""
+    """Returns the settings that all families except GPT-2 have, together with the `additional` ones."""
     return {
         "vocab_size": Setting("vocab_size"),
         "hidden_size": Setting("hidden_size"),
@@ -112,5 +114,5 @@ PRE_NORMS = {
 
 LLAMA = ATTENTION | MLP | PRE_NORMS
 
-SILU = {"hidden_act": ("silu",)}
-UNBIASED = {"attention_bias": (False,)}
+SILU_ACTIVATION = {"hidden_act": ("silu",)}
+NO_ATTENTION_BIAS = {"attention_bias": (False,)}

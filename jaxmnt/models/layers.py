@@ -1,14 +1,14 @@
 """Parts of a decoder layer.
 
 Shapes: B batch, L length, S a device's piece of the length, D model (hidden size), F MLP (intermediate size), H query
-heads, G key/value heads, K head width. A name such as x_BLD carries its shape.
+heads, G key/value heads, K head width. A name such as x_BLD includes the array's shape.
 
-Between layers each device of the `model` axis has a piece of the length (sequence parallelism, Korthikanti et al. 2022,
-arXiv:2205.05198); attention and MLP gather it, compute with their share of the heads or of the width, and scatter the
-sum. F, H and G count those of one device.
+Between layers, each device of the `model` axis has a piece of the length (sequence parallelism, Korthikanti et al.
+2022, arXiv:2205.05198). Attention and MLP gather the pieces, compute with the device's share of the heads or of the
+MLP's width, and scatter the sum. F, H and G are the numbers on one device.
 
-Layers receive weights gathered and in the compute dtype (`parallel.collectives.unshard`), and norm scales in float32.
-Each parameter has its logical axes as metadata (`axes=`), see `parallel.sharding.RULES`.
+Layers receive weights that are gathered and in the compute dtype (`parallel.collectives.unshard`), and norm scales in
+float32. Each parameter has its logical axes as metadata (`axes=`); see `parallel.sharding.RULES`.
 """
 
 import functools
@@ -29,8 +29,8 @@ INIT_STD = 0.02
 
 
 def output_std(num_layers: int) -> float:
-    """Returns the standard deviation of initial output weights: GPT-2's scaling, which keeps the variance of the
-    residual stream independent of depth."""
+    """Returns the standard deviation of initial output weights. It is scaled as in GPT-2, which keeps the variance of
+    the residual stream independent of depth."""
     return INIT_STD / (2 * num_layers) ** 0.5
 
 
@@ -41,22 +41,22 @@ def weight(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str, ...], std: f
 
 def zeros_after(x: Array, like: Array) -> Array:
     """Returns zeros with the shape and dtype of `like` that XLA allocates only after computing x. XLA merges all zeros
-    of one shape into one early allocation: for the gradient of a large table, it would occupy memory until the gradient
-    is accumulated. These zeros seem to depend on x, so XLA cannot merge them with others."""
+    of one shape into one early allocation, which for the gradient of a large table would occupy memory until the
+    gradient is accumulated. These zeros appear to depend on x, so XLA cannot merge them with others."""
     always_false = x.reshape(-1)[0] > jnp.inf
     return jnp.broadcast_to(always_false.astype(like.dtype), like.shape)
 
 
 class Embedding(nnx.Module):
-    """A row of D numbers for each token id, or each position (`axis`)."""
+    """A table with a row of D numbers for each token id, or for each position if `axis` is `positions`."""
 
     def __init__(self, rows: int, hidden_size: int, rngs: nnx.Rngs, axis: str = "vocab"):
         self.table = weight(rngs, (rows, hidden_size), (axis, "embed"))
         self.axis = axis
 
     def __call__(self, tokens_BL: Array, dtype: jnp.dtype, placement: Placement) -> Array:
-        """Returns [B, L, D] in `dtype`: the rows of this device's part of the vocabulary, and zeros for tokens of other
-        parts, so partial over the axes that split the vocabulary."""
+        """Returns the rows of the tokens, [B, L, D] in `dtype`. Tokens outside of this device's part of the vocabulary
+        have zeros, so the result must still be summed over the mesh axes that split the vocabulary."""
         table_VD = self.table[...]
         rows_BL = tokens_BL - index_along(self.axis, placement) * table_VD.shape[0]
         inside_BL = (rows_BL >= 0) & (rows_BL < table_VD.shape[0])
@@ -77,7 +77,7 @@ def _look_up(dtype: jnp.dtype, table_VD: Array, rows_BL: Array) -> tuple[Array, 
 
 
 class Head(nnx.Module):
-    """The output projection onto the vocabulary; the loss applies it."""
+    """The output projection onto the vocabulary, which the loss applies."""
 
     def __init__(self, vocab_size: int, hidden_size: int, rngs: nnx.Rngs):
         self.kernel = weight(rngs, (hidden_size, vocab_size), ("embed", "vocab"))
@@ -87,7 +87,7 @@ class RMSNorm(nnx.Module):
     """Root-mean-square normalisation (Zhang and Sennrich 2019, arXiv:1910.07467), computed in float32."""
 
     def __init__(self, size: int, epsilon: float, *, offset: float = 0.0):
-        """The factor is `scale` + `offset`, initially 1."""
+        """The norm multiplies by `scale` + `offset`, which is 1 initially."""
         self.scale = nnx.Param(jnp.full(size, 1 - offset, jnp.float32), axes=("norm",))
         self.epsilon, self.offset = epsilon, offset
 
@@ -98,7 +98,7 @@ class RMSNorm(nnx.Module):
 
 @functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=2)
 def _normalise(x_BSD: Array, scale_D: Array, epsilon: float) -> Array:
-    """Returns x normalised. Backward saves only x, and no float32 copies, with every remat policy."""
+    """Returns x normalised. With every remat policy, only x is saved for the backward pass, and no float32 copies."""
     x32_BSD = x_BSD.astype(jnp.float32)
     inverse_BS1 = jax.lax.rsqrt(jnp.mean(jnp.square(x32_BSD), axis=-1, keepdims=True) + epsilon)
     return (x32_BSD * inverse_BS1 * scale_D).astype(x_BSD.dtype)
@@ -118,7 +118,7 @@ class LayerNorm(nnx.Module):
 
 @functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=3)
 def _standardise(x_BSD: Array, scale_D: Array, bias_D: Array, epsilon: float) -> Array:
-    """Returns x standardised. Backward saves only x, as in `_normalise`."""
+    """Returns x standardised. Only x is saved for the backward pass, as in `_normalise`."""
     x32_BSD = x_BSD.astype(jnp.float32)
     centred_BSD = x32_BSD - jnp.mean(x32_BSD, axis=-1, keepdims=True)
     inverse_BS1 = jax.lax.rsqrt(jnp.mean(jnp.square(centred_BSD), axis=-1, keepdims=True) + epsilon)
@@ -129,7 +129,7 @@ Activation = Callable[[Array], Array]
 
 
 class GatedMLP(nnx.Module):
-    """The gated feed-forward layer (Shazeer 2020, arXiv:2002.05202): SwiGLU, or with another activation."""
+    """The gated feed-forward layer (Shazeer 2020, arXiv:2002.05202): SwiGLU, or a variant with another activation."""
 
     def __init__(
         self,
@@ -147,23 +147,23 @@ class GatedMLP(nnx.Module):
     def __call__(self, x_BSD: Array, placement: Placement) -> Array:
         gate_BLF, up_BLF = project_gathered(x_BSD, (self.gate[...], self.up[...]), placement)
         gate_BLF, up_BLF = checkpoint_name(gate_BLF, "mlp_gate"), checkpoint_name(up_BLF, "mlp_up")
-        h_BLF = _gated(gate_BLF, up_BLF, self.activation)
+        h_BLF = _apply_gate(gate_BLF, up_BLF, self.activation)
         return checkpoint_name(project_scattered(h_BLF, self.down[...], placement, "mlp"), "mlp_output")
 
 
 @functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=2)
-def _gated(gate_BLF: Array, up_BLF: Array, activation: Activation) -> Array:
-    """Returns the product of the activated gate and `up`. Backward saves only these two arguments."""
+def _apply_gate(gate_BLF: Array, up_BLF: Array, activation: Activation) -> Array:
+    """Returns the product of the activated gate and `up`. Only these two arguments are saved for the backward pass."""
     return activation(gate_BLF) * up_BLF
 
 
 def dropout(x_BSD: Array, rate: float, keys_B: Array | None, placement: Placement) -> Array:
-    """Applies inverted dropout. It derives a key for each row and position, so the mask does not depend on how these
-    are divided among devices."""
+    """Applies inverted dropout. It derives a key for each row and position, so the mask does not depend on how rows and
+    positions are divided among devices."""
     if keys_B is None:
         return x_BSD
-    size, width = x_BSD.shape[1:]
-    positions_S = index_along("sequence", placement) * size + jnp.arange(size)
+    piece_length, width = x_BSD.shape[1:]
+    positions_S = index_along("sequence", placement) * piece_length + jnp.arange(piece_length)
 
     def keep(row: Array, position: Array) -> Array:
         return jax.random.bernoulli(jax.random.fold_in(row, position), 1 - rate, (width,))

@@ -1,7 +1,7 @@
 """Llama (Touvron et al. 2023, arXiv:2302.13971) and families whose layers differ from it only in attention.
 
-Mistral (Jiang et al. 2023, arXiv:2310.06825) has a window or none (`model.sliding_window`); Qwen 2 and 2.5 (Qwen Team
-2024, arXiv:2412.15115) have biases on queries, keys and values; Qwen 3 (Qwen Team 2025, arXiv:2505.09388) has an
+Mistral (Jiang et al. 2023, arXiv:2310.06825) may have a window (`model.sliding_window`). Qwen 2 and 2.5 (Qwen Team
+2024, arXiv:2412.15115) have biases on queries, keys and values. Qwen 3 (Qwen Team 2025, arXiv:2505.09388) has an
 RMSNorm on each head's query and key, and heads whose width need not be hidden_size / num_heads.
 
 Shapes: B batch, L length, S a device's piece of the length, D model, H query heads, G key/value heads, K head width.
@@ -20,9 +20,9 @@ from jaxmnt.models.contract import AttentionShape, Family, LayerContext, LayerOu
 from jaxmnt.models.huggingface import (
     ENDS,
     LLAMA,
+    NO_ATTENTION_BIAS,
     NORMED_HEADS,
-    SILU,
-    UNBIASED,
+    SILU_ACTIVATION,
     HuggingFace,
     Setting,
     Tensor,
@@ -31,7 +31,8 @@ from jaxmnt.models.huggingface import (
 from jaxmnt.models.layers import GatedMLP, RMSNorm, dropout, output_std
 
 
-def _unchanged(x_BSD: Array) -> Array:
+def _identity(x_BSD: Array) -> Array:
+    """Returns its argument. It takes the place of a norm that a layer does not have."""
     return x_BSD
 
 
@@ -39,14 +40,14 @@ class Block(nnx.Module):
     """A layer with two residual branches: attention, then an MLP."""
 
     norms: Sequence[str] = ("attention_norm", "mlp_norm")
-    """The norms, of four possible ones, that this layer has; the others are identities."""
+    """Names of the norms that this layer has, of the four possible ones. The others are identities."""
     norm: Callable[[int, float], nnx.Module] = RMSNorm
-    """Makes a norm from its size and the epsilon `model.norm_epsilon`."""
+    """Makes a norm from its size and its epsilon, `model.norm_epsilon`."""
     make_mlp: Callable[[int, int, float, nnx.Rngs], nnx.Module] = GatedMLP
-    attention_norm: Any = staticmethod(_unchanged)
-    after_attention_norm: Any = staticmethod(_unchanged)
-    mlp_norm: Any = staticmethod(_unchanged)
-    after_mlp_norm: Any = staticmethod(_unchanged)
+    attention_norm: Any = staticmethod(_identity)
+    after_attention_norm: Any = staticmethod(_identity)
+    mlp_norm: Any = staticmethod(_identity)
+    after_mlp_norm: Any = staticmethod(_identity)
     attention: Any
     mlp: Any
     dropout: float
@@ -80,7 +81,7 @@ class Llama(Family):
         LLAMA,
         ENDS,
         common_settings(),
-        only=SILU | UNBIASED | {"mlp_bias": (False,)},
+        only=SILU_ACTIVATION | NO_ATTENTION_BIAS | {"mlp_bias": (False,)},
         assumed={"rms_norm_eps": 1e-6, "tie_word_embeddings": False},
         meaningless=frozenset({"pretraining_tp", "is_llama_config"}),
         left_out=(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",),
@@ -91,7 +92,7 @@ class Llama(Family):
 
 
 class WindowedAttention(Attention):
-    """Attention limited to the newest tokens, `model.sliding_window`."""
+    """Attention in which each query sees at most the newest `model.sliding_window` tokens."""
 
     def __init__(self, config: Model, output_std: float, rngs: nnx.Rngs):
         super().__init__(config, output_std, rngs)
@@ -109,7 +110,7 @@ class Mistral(Llama):
         LLAMA,
         ENDS,
         common_settings(sliding_window=Setting("sliding_window")),
-        only=SILU,
+        only=SILU_ACTIVATION,
         assumed={"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "num_key_value_heads": 8, "sliding_window": 4096},
     )
 
@@ -123,9 +124,9 @@ BIASES = {
     "attention.value_bias": Tensor("model.layers.{}.self_attn.v_proj.bias"),
 }
 
-WINDOWLESS = {"use_sliding_window": (False,)}
-UNUSED_WINDOW = frozenset({"sliding_window", "max_window_layers"})
-"""Keys about windows that Qwen's configs have although `use_sliding_window` is false."""
+NO_WINDOW = {"use_sliding_window": (False,)}
+UNUSED_WINDOW_KEYS = frozenset({"sliding_window", "max_window_layers"})
+"""Keys about windows that Qwen's configs have even though `use_sliding_window` is false."""
 
 
 class BiasedAttention(Attention):
@@ -139,9 +140,9 @@ class BiasedAttention(Attention):
         self.key_bias = zeros(config.num_kv_heads, "kv_heads")
         self.value_bias = zeros(config.num_kv_heads, "kv_heads")
 
-    def adjust(self, q_BLHK: Array, k_BLGK: Array, v_BLGK: Array, shared: KVHeads) -> tuple[Array, Array, Array]:
-        key_bias_GK = shared.select(self.key_bias[...], axis=0)
-        value_bias_GK = shared.select(self.value_bias[...], axis=0)
+    def adjust(self, q_BLHK: Array, k_BLGK: Array, v_BLGK: Array, device_heads: KVHeads) -> tuple[Array, Array, Array]:
+        key_bias_GK = device_heads.select(self.key_bias[...], axis=0)
+        value_bias_GK = device_heads.select(self.value_bias[...], axis=0)
         return q_BLHK + self.query_bias[...], k_BLGK + key_bias_GK, v_BLGK + value_bias_GK
 
 
@@ -155,9 +156,9 @@ class Qwen2(Llama):
         LLAMA | BIASES,
         ENDS,
         common_settings(),
-        only=SILU | WINDOWLESS,
+        only=SILU_ACTIVATION | NO_WINDOW,
         assumed={"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "num_key_value_heads": 32},
-        meaningless=UNUSED_WINDOW,
+        meaningless=UNUSED_WINDOW_KEYS,
     )
 
 
@@ -177,7 +178,7 @@ class Qwen3(Llama):
         LLAMA | NORMED_HEADS,
         ENDS,
         common_settings(),
-        only=SILU | UNBIASED | WINDOWLESS,
+        only=SILU_ACTIVATION | NO_ATTENTION_BIAS | NO_WINDOW,
         assumed={"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "head_dim": 128, "num_key_value_heads": 32},
-        meaningless=UNUSED_WINDOW,
+        meaningless=UNUSED_WINDOW_KEYS,
     )

@@ -1,9 +1,9 @@
 """The projections into and out of attention and MLP, with the communication that they need.
 
-Between layers each device of the `model` axis holds a piece of the length. The pieces are gathered on the way in, and
-summed and scattered on the way out: all at once, or piece by piece (`model.overlap: ring`), so that one piece travels
-while another is multiplied. Both ways compute the same products of rows and columns; only the order of sums over
-devices differs.
+Between layers, each device of the `model` axis holds a piece of the length. The pieces are gathered on the way in, and
+summed and scattered on the way out. This happens all at once or, with `model.overlap: ring`, piece by piece, so that
+one piece travels while another is multiplied. Both ways compute the same products of rows and columns. Only the order
+of the sums over devices differs.
 
 Shapes: B batch, L length, S a device's piece of the length, D model.
 """
@@ -33,19 +33,20 @@ from jaxmnt.parallel.collectives import (
 from jaxmnt.parallel.sharding import Placement
 
 HeadIndices = Array | None
-"""Indices of the heads of a weight that a product uses; None: all."""
+"""Indices of the heads of a weight that a product uses; None if it uses all."""
 
 ProductMode = float8.Float8 | None
-"""Settings of a product in float8; None: the product is in the compute dtype."""
+"""Settings of a product in float8; None if the product is in the compute dtype."""
 
 
 def project(x: Array, weight: Array, heads: HeadIndices = None) -> Array:
     """Returns [B, L, *out], the product of x [B, L, *in] and a weight [*in, *out], in float8 if the run enables it
-    (`float8.float8_products`) and the shapes allow it. `heads` selects indices of the weight's next to last dimension.
+    (`float8.float8_products`) and the shapes allow it. `heads` selects indices of the weight's second-to-last
+    dimension.
 
-    The product is one of two matrices, so that its transpose contracts one dimension: for two, XLA's CPU backend first
-    copies an operand transposed. Backward saves the weight unchanged, so the stage can recognise it and avoid storing
-    it.
+    Two matrices are multiplied, so that the transpose of the product contracts only one dimension. If it contracted
+    two, XLA's CPU backend would first make a transposed copy of an operand. The weight is saved unchanged for the
+    backward pass, so that the stage can recognise it and avoid storing it.
     """
     return _projection(_choose_mode(x, weight, heads), x, weight, heads)
 
@@ -53,8 +54,8 @@ def project(x: Array, weight: Array, heads: HeadIndices = None) -> Array:
 def project_gathered(
     x_BSD: Array, weights: Sequence[Array], placement: Placement, heads: Sequence[HeadIndices] | None = None
 ) -> tuple[Array, ...]:
-    """Gathers the pieces of the length and returns the product [B, L, *out] with each weight [D, *out]: the way into
-    attention and MLP. `model.overlap: ring` overlaps communication and products."""
+    """Gathers the pieces of the length and returns the product [B, L, *out] with each weight [D, *out]. This is the way
+    into attention and MLP. With `model.overlap: ring`, communication overlaps with the products."""
     heads_by_weight = tuple(heads or [None] * len(weights))
     pairs = list(zip(weights, heads_by_weight, strict=True))
     if placement.overlap == "ring":
@@ -66,7 +67,7 @@ def project_gathered(
 
 def project_scattered(x: Array, weight: Array, placement: Placement, split: str) -> Array:
     """Returns [B, S, D], the product of x [B, L, *in] and a weight [*in, D], summed over devices and scattered along
-    the length: the way out. The logical axis `split` divides `in` among devices."""
+    the length. This is the way out of attention and MLP. The logical axis `split` divides `in` among devices."""
     if placement.overlap != "ring" or not placement.mesh_axes(split):
         return scatter_sequence(project(x, weight), placement, split)
     mode = _choose_mode(x, weight, None, placement.num_shards("sequence"))
@@ -74,10 +75,12 @@ def project_scattered(x: Array, weight: Array, placement: Placement, split: str)
 
 
 def _choose_mode(x: Array, weight: Array, heads: HeadIndices, pieces: int = 1) -> ProductMode:
-    """Returns the mode of the product of a weight and x, which is cut into `pieces` along the length, and records
-    it."""
+    """Returns the mode of the product of x and a weight, and records the product. x is multiplied in this number of
+    pieces along the length."""
     tokens, inputs = math.prod(x.shape[:2]) // pieces, math.prod(x.shape[2:])
-    outputs = weight.size // inputs if heads is None else weight.size // inputs // weight.shape[-2] * len(heads)
+    outputs = weight.size // inputs
+    if heads is not None:
+        outputs = outputs // weight.shape[-2] * len(heads)
     mode = float8.product_mode(tokens, inputs, outputs)
     float8.record_product(weight, in_float8=mode is not None)
     return mode
@@ -117,7 +120,7 @@ def _project(mode: ProductMode, x: Array, weight: Array) -> Array:
 
 
 def _x_gradient(mode: ProductMode, gradient: Array, weight: Array, like: Array) -> Array:
-    """Returns the gradient of x, whose shape is that of `like` except for its length."""
+    """Returns the gradient of x. Its shape is that of `like`, except for the length."""
     matrix = _matrix(like, weight)
     flat = gradient.reshape(-1, matrix.shape[1])
     x_gradient = flat @ matrix.T if mode is None else float8.x_gradient(mode, flat, matrix)
@@ -140,27 +143,28 @@ def _matrix(x: Array, weight: Array) -> Array:
 
 # -- the same products, piece by piece along the length
 
-_Ring = tuple[Array, tuple[Array, ...], tuple[HeadIndices, ...]]
-"""The gathered x, the weights, and the heads of each, which backward saves."""
+_RingSaved = tuple[Array, tuple[Array, ...], tuple[HeadIndices, ...]]
+"""The arrays saved for the backward pass: the gathered x, the weights, and the selected heads of each weight."""
 
 
 def _project_ring_backward(
-    modes: tuple[ProductMode, ...], placement: Placement, saved: _Ring, gradients: tuple[Array, ...]
+    modes: tuple[ProductMode, ...], placement: Placement, saved: _RingSaved, gradients: tuple[Array, ...]
 ) -> tuple[Any, ...]:
     x_BLD, weights, heads = saved
     selected = tuple(map(_select_heads, weights, heads))
 
-    def part(number: Array) -> Array:
+    gradient_of_piece = lambda mode, piece, weight: _x_gradient(mode, piece, weight, x_BLD)
+
+    def sum_gradients(number: Array) -> Array:
         """Returns the gradient of piece `number` of x, summed over the products."""
         pieces = [piece_of_length(gradient, number, placement) for gradient in gradients]
-        gradient_of = lambda mode, piece, weight: _x_gradient(mode, piece, weight, x_BLD)
         x_gradients = [
-            _hide_from_remat(gradient_of, mode, piece, weight)
+            _hide_from_remat(gradient_of_piece, mode, piece, weight)
             for mode, piece, weight in zip(modes, pieces, selected, strict=True)
         ]
         return functools.reduce(jnp.add, x_gradients)
 
-    x_gradient_BSD = scatter_piece_by_piece(part, placement)
+    x_gradient_BSD = scatter_piece_by_piece(sum_gradients, placement)
     weight_gradients = [
         _scatter_to_heads(_weight_gradient(mode, x_BLD, gradient, like), weight, weight_heads)
         for mode, gradient, like, weight, weight_heads in zip(modes, gradients, selected, weights, heads, strict=True)
@@ -175,14 +179,14 @@ def _project_ring(
     x_BSD: Array,
     weights: tuple[Array, ...],
     heads: tuple[HeadIndices, ...],
-) -> tuple[tuple[Array, ...], _Ring]:
-    def work(piece_BSD: Array) -> tuple[Array, ...]:
+) -> tuple[tuple[Array, ...], _RingSaved]:
+    def multiply_piece(piece_BSD: Array) -> tuple[Array, ...]:
         return tuple(
             _hide_from_remat(_project, mode, piece_BSD, _select_heads(weight, weight_heads))
             for mode, weight, weight_heads in zip(modes, weights, heads, strict=True)
         )
 
-    products, x_BLD = gather_piece_by_piece(x_BSD, placement, work)
+    products, x_BLD = gather_piece_by_piece(x_BSD, placement, multiply_piece)
     products = tuple(checkpoint_name(product, PROJECTED) for product in products)
     return products, (checkpoint_name(x_BLD, WHOLE_SEQUENCE), weights, heads)
 
@@ -191,9 +195,9 @@ def _scatter_ring_backward(
     mode: ProductMode, placement: Placement, saved: tuple[Array, Array], gradient_BSD: Array
 ) -> tuple[Array, Array]:
     x, weight = saved
-    gradient_of = lambda mode, piece_BSD, weight: _x_gradient(mode, piece_BSD, weight, x)
-    work = lambda piece_BSD: _hide_from_remat(gradient_of, mode, piece_BSD, weight)
-    x_gradient, gradient_BLD = gather_piece_by_piece(gradient_BSD, placement, work)
+    gradient_of_piece = lambda mode, piece_BSD, weight: _x_gradient(mode, piece_BSD, weight, x)
+    multiply_piece = lambda piece_BSD: _hide_from_remat(gradient_of_piece, mode, piece_BSD, weight)
+    x_gradient, gradient_BLD = gather_piece_by_piece(gradient_BSD, placement, multiply_piece)
     return x_gradient, _weight_gradient(mode, x, gradient_BLD, weight)
 
 
@@ -201,13 +205,13 @@ def _scatter_ring_backward(
 def _scatter_ring(
     mode: ProductMode, placement: Placement, x: Array, weight: Array
 ) -> tuple[Array, tuple[Array, Array]]:
-    part = lambda number: _hide_from_remat(_project, mode, piece_of_length(x, number, placement), weight)
-    return checkpoint_name(scatter_piece_by_piece(part, placement), SCATTERED), (x, weight)
+    multiply_piece = lambda number: _hide_from_remat(_project, mode, piece_of_length(x, number, placement), weight)
+    return checkpoint_name(scatter_piece_by_piece(multiply_piece, placement), SCATTERED), (x, weight)
 
 
 def _hide_from_remat(product: Callable[..., Array], mode: ProductMode, *arrays: Array) -> Array:
-    """Computes a product that the remat policy `dots` does not save, because it has a batch dimension, of size 1: the
+    """Computes a product that the remat policy `dots` does not save, because it has a batch dimension (of size 1). The
     joined product is saved instead. The barrier keeps XLA from merging the products of all pieces into one, which would
-    wait for the last piece."""
-    barred = jax.lax.optimization_barrier(tuple(array[None] for array in arrays))
-    return jax.vmap(functools.partial(product, mode))(*barred)[0]
+    have to wait for the last piece."""
+    batched = jax.lax.optimization_barrier(tuple(array[None] for array in arrays))
+    return jax.vmap(functools.partial(product, mode))(*batched)[0]

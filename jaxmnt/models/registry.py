@@ -1,4 +1,4 @@
-"""The registered families, by their name in `model.family`."""
+"""The registered families of models, by their names in `model.family`."""
 
 from inspect import isabstract
 
@@ -19,7 +19,7 @@ FAMILIES = {
     "qwen3": "jaxmnt.models.llama.Qwen3",
 }
 
-OPTIONAL = (
+OPTIONAL_SETTINGS = (
     "sliding_window",
     "sliding_window_pattern",
     "local_rope_theta",
@@ -32,15 +32,15 @@ OPTIONAL = (
 
 
 def build_family(config: Model, vocab_size: int) -> Family:
-    """Returns the family that the config names, by its registered name or the dotted path of its class.
+    """Returns the family that the config names, either by its registered name or by the dotted path of its class.
 
     Raises `ConfigError` for an unknown family, and for settings that the family does not support.
     """
-    chosen_class = family_class(config.family)
-    for name in OPTIONAL:
-        if getattr(config, name) is not None and name not in chosen_class.settings:
+    named_class = family_class(config.family)
+    for name in OPTIONAL_SETTINGS:
+        if getattr(config, name) is not None and name not in named_class.settings:
             raise ConfigError(f"model.{name}: family {config.family} does not support this setting; remove it")
-    return chosen_class(config, vocab_size)
+    return named_class(config, vocab_size)
 
 
 def family_class(name: str) -> type[Family]:

@@ -1,4 +1,4 @@
-"""Shared code of families whose layers alternate between those with an attention window and those without."""
+"""Code shared by families that alternate between layers with an attention window and layers without."""
 
 import functools
 from collections.abc import Sequence
@@ -15,8 +15,8 @@ from jaxmnt.models.rotary import Angles, rotary_angles
 LOCAL, GLOBAL = "local", "global"
 
 
-def window(config: Model, kind: str) -> int | None:
-    """Returns the number of tokens that a query sees in a layer of this kind; None: all before it."""
+def window_of_kind(config: Model, kind: str) -> int | None:
+    """Returns the maximum number of tokens that a query sees in a layer of this kind; None if it has no window."""
     return config.sliding_window if kind == LOCAL else None
 
 
@@ -25,12 +25,13 @@ class AlternatingAttention(Attention):
 
     def __init__(self, config: Model, output_std: float, rngs: nnx.Rngs, kind: str):
         super().__init__(config, output_std, rngs)
-        self.kind, self.window = kind, window(config, kind)
+        self.kind, self.window = kind, window_of_kind(config, kind)
 
 
-class Alternating(Family):
-    """A family whose layers repeat a pattern: layers with a window, then one without. If the pattern's length does not
-    divide the number of layers, the group `last_layers` at the end has the first layers of the pattern."""
+class AlternatingFamily(Family):
+    """A family whose layers repeat a pattern of several layers with a window and then one without. If the number of
+    layers is not a multiple of the pattern's length, the remaining ones are in a last group, `last_layers`, and are of
+    the same kinds as the first layers of the pattern."""
 
     settings: Sequence[str] = ("sliding_window", "sliding_window_pattern")
     pattern_length: int
@@ -52,11 +53,11 @@ class Alternating(Family):
         return self.block(self.config, functools.partial(self.attention, kind=kind), rngs)
 
     def attention_shape(self, kind: str) -> AttentionShape:
-        return super().attention_shape(kind)._replace(window=window(self.config, kind))
+        return super().attention_shape(kind)._replace(window=window_of_kind(self.config, kind))
 
 
-def two_rotaries(config: Model, positions_BL: Array) -> dict[str, Angles]:
-    """Returns the rotary tables of both kinds. Layers with a window have a base of their own and no scaling."""
+def rotary_tables_by_kind(config: Model, positions_BL: Array) -> dict[str, Angles]:
+    """Returns the rotary tables for both kinds of layers. Those with a window have their own base and no scaling."""
     assert config.head_dim
     return {
         LOCAL: rotary_angles(positions_BL, config.head_dim, config.local_rope_theta or config.rope_theta),

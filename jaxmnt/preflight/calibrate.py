@@ -328,7 +328,7 @@ def _attention(bench: _Bench) -> Attention:
 
     Fits the model of `Attention`: seconds = FLOPs / rate × (1 + half length / length).
     """
-    attend = partial(cudnn.attend_whole, ScoreOptions(_HEAD_WIDTH**-0.5))
+    attend = partial(cudnn.attend_whole_rows, ScoreOptions(_HEAD_WIDTH**-0.5))
 
     def both(q: Array, k: Array, v: Array) -> Any:
         out, backward = jax.vjp(attend, q, k, v)

@@ -176,7 +176,7 @@ def compile_step(spec: StepSpec, state: State, memory: GpuMemory | None = None) 
     Raises `ConfigError` for float8 if no product would be in float8.
     """
     if spec.float8 is not None:
-        _check_float8(spec, spec.float8.least)
+        _check_float8(spec, spec.float8.min_size)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
     placed_optimizer = state["optimizer"]
 
