@@ -44,7 +44,7 @@ from jaxmnt.data.run_tokenizer import tokenizer_of_data
 from jaxmnt.data.sources import fit_to_data, open_sources
 from jaxmnt.distributed.identity import Identity
 from jaxmnt.errors import ConfigError, ExitCode, UserError
-from jaxmnt.huggingface.fits import check_compatible, run_origin
+from jaxmnt.huggingface.compatibility import check_compatible, run_origin
 from jaxmnt.parallel.sharding import build_mesh
 from jaxmnt.prepare import main as prepare
 from jaxmnt.run import compile_cache, lock
@@ -954,7 +954,7 @@ def test_a_branch_onto_data_of_another_tokenizer_is_refused(tiny, finished, tmp_
     ):
         train(tiny(f"run.fork_from={finished}@10", *other), devices=one_device())
     with pytest.raises(
-        ConfigError, match=r"the family qwen2 has other parameters than .*key_bias; set model.family=llama"
+        ConfigError, match=r"the family qwen2 and .* differ in the parameter .*key_bias; set model.family=llama"
     ):
         train(
             tiny(f"run.init_from={finished}", "model.family=qwen2", "run.init_from_changes=[family]"),

@@ -23,8 +23,8 @@ from jaxmnt.data.tokenizer import HuggingFace
 from jaxmnt.distributed.identity import Identity
 from jaxmnt.errors import ConfigError, ExitCode, UserError
 from jaxmnt.huggingface import export as exports
+from jaxmnt.huggingface.compatibility import check_compatible, different_settings, folder_origin
 from jaxmnt.huggingface.config import read_config, write_config
-from jaxmnt.huggingface.fits import check_compatible, different_settings, folder_origin
 from jaxmnt.huggingface.folder import Folder
 from jaxmnt.huggingface.load import load_parameters
 from jaxmnt.huggingface.tensors import Part
@@ -288,25 +288,25 @@ def test_a_config_that_was_released_means_its_preset(released):
             {"rope_parameters": {"rope_type": ["yarn"], "factor": 2}},
             r'rope_type is \["yarn"\]; supported types are',
         ),
-        ("llama-a", {"rope_parameters": 3}, "rope_parameters is 3, but must be an object"),
+        ("llama-a", {"rope_parameters": 3}, "rope_parameters must be an object, not 3"),
         ("llama-a", {"rope_parameters": {"rope_type": "linear"}}, "factor is missing, but rope_type linear needs it"),
         (
             "llama-a",
             {"rope_parameters": {"rope_type": "linear", "factor": "4"}},
-            'factor is "4", but must be a n',
+            'factor must be a number above 0, not "4"',
         ),
         ("llama-a", {"layer_types": 5}, "layer_types must be a list of 3"),
-        ("llama-a", {"num_hidden_layers": 3.5}, "num_hidden_layers is 3.5, but must be an integer of 1 or more"),
+        ("llama-a", {"num_hidden_layers": 3.5}, "num_hidden_layers must be an integer of at least 1, not 3.5"),
         ("llama-a", {"rope_interleaved": True}, "rope_interleaved is not a key of the family llama"),
         (
             "gemma3-a",
             {"rope_parameters": {"full_attention": 3}},
-            "full_attention is 3, but must be an obj",
+            "full_attention must be an object, not 3",
         ),
         (
             "gemma3-a",
             {"layer_types": None, "sliding_window_pattern": "6"},
-            'sliding_window_pattern is "6", but must be',
+            'sliding_window_pattern must be an integer of at least 1, not "6"',
         ),
         ("llama-a", {"model_type": "lama"}, r'model_type is "lama", which is not known; did you mean llama\?$'),
         ("llama-a", {"model_type": "x"}, 'model_type is "x", which is not known; known: gemma2, [a-z0-9_, ]*$'),
@@ -316,7 +316,7 @@ def test_a_config_that_was_released_means_its_preset(released):
         ("llama-a", {"clever_routing": 3}, "clever_routing is not a key of the family llama, and may change"),
         ("llama-a", {"quantization_config": {}}, "quantised weights are not supported"),
         ("llama-a", {"hidden_size": None}, "hidden_size is missing"),
-        ("llama-a", {"hidden_size": "wide"}, 'hidden_size is "wide", but must be a number'),
+        ("llama-a", {"hidden_size": "wide"}, 'hidden_size must be a number, not "wide"'),
         (
             "llama-a",
             {"rope_parameters": {"rope_type": "longrope"}},
@@ -327,7 +327,7 @@ def test_a_config_that_was_released_means_its_preset(released):
             {"rope_parameters": {"rope_type": "linear", "factr": 2}},
             "factr is not a supported key",
         ),
-        ("llama-a", {"rope_parameters": {"rope_theta": 0}}, "rope_theta is 0, but must be a number above 1"),
+        ("llama-a", {"rope_parameters": {"rope_theta": 0}}, "rope_theta must be a number above 1, not 0"),
         ("llama-a", {"layer_types": ["sliding_attention"] * 3}, "must be full_attention for all 3 layers"),
         ("qwen2-a", {"use_sliding_window": True}, "use_sliding_window is true, but the family qwen2 supports only f"),
         ("gemma3-a", {"layer_types": ["full_attention"] + ["sliding_attention"] * 6}, "must repeat a pattern of"),

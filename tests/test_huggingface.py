@@ -94,7 +94,7 @@ def tensors_of(definition, params):
         for part, array in zip(parts, leaf if len(leaf.shape) > len(part_shape(parts)) else [leaf], strict=True):
             whole = found.setdefault(part.name, np.zeros(part.tensor_shape, np.float32))
             matrix = whole[:, None] if whole.ndim == 1 else whole
-            (top, left), (rows, columns) = part.offset, part.matrix
+            (top, left), (rows, columns) = part.offset, part.matrix_shape
             turned = part.tensor.transposed and part.tensor.inputs > 0
             piece = array.reshape(columns, rows).T if turned else array.reshape(rows, columns)
             matrix[top : top + rows, left : left + columns] = piece

@@ -227,10 +227,10 @@ def test_kernel_choice():
     with pytest.raises(ConfigError, match="cudnn has no soft cap"):
         choose("gpu", bf16, 64, 9.0, "cudnn", soft_cap=True)
     with pytest.raises(
-        ConfigError, match=r"cudnn cannot keep documents of a row apart .* capability 8\.0, only from 9\.0"
+        ConfigError, match=r"cudnn cannot keep documents of a row apart .* capability 8\.0, only on 9\.0"
     ):
         choose("gpu", bf16, 64, 8.0, "cudnn", packed=True)
-    with pytest.raises(ConfigError, match="heads of width 256, only up to 128"):
+    with pytest.raises(ConfigError, match="heads of width 256, only with heads of at most 128"):
         choose("gpu", bf16, 256, 9.0, "cudnn", packed=True)
     with pytest.raises(ConfigError, match="cudnn does not support heads of width 64 in float32"):
         choose("gpu", f32, 64, 9.0, "cudnn")

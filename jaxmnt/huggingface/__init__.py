@@ -1,1 +1,1 @@
-"""Reading and writing models in files of Hugging Face, without torch."""
+"""Reads and writes models in files of Hugging Face, without torch."""

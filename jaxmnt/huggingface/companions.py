@@ -1,7 +1,7 @@
-"""The files of a model of Hugging Face other than its weights, stored in `huggingface/` of a run directory.
+"""The files of a Hugging Face model other than its weights, which a run directory has in `huggingface/`.
 
-They are its config.json (for keys that do not change the maths, such as token ids), its tokenizer, its chat template
-and the defaults of generation. An export of the run to Hugging Face includes them.
+They are the model's config.json (for keys that do not change the maths, such as token ids), its tokenizer, its chat
+template and its defaults for generation. An export of the run to Hugging Face includes them.
 """
 
 import json
@@ -19,14 +19,14 @@ from jaxmnt.huggingface.folder import COMPANIONS, CONFIG, Folder, json_bytes
 from jaxmnt.storage import StoragePath, publish_bytes, read
 
 SUBFOLDER = "huggingface"
-GENERATION = "generation_config.json"
+GENERATION_CONFIG = "generation_config.json"
 
 Files = dict[str, bytes]
-"""Contents by name."""
+"""The contents of files, by file name."""
 
 
 def read_files(folder: StoragePath) -> Files:
-    """Returns the files of a folder by name; empty if it has no config.json."""
+    """Returns a folder's config.json and companions; empty if the folder has no config.json."""
     files = {}
     for name in (CONFIG, *COMPANIONS):
         try:
@@ -37,68 +37,85 @@ def read_files(folder: StoragePath) -> Files:
 
 
 def read_run_files(roots: Sequence[StoragePath]) -> Files:
-    """Returns the files of a run from the first of its directories that has them."""
-    return next((files for root in roots if (files := read_files(root / SUBFOLDER))), {})
+    """Returns the files of a run, from the first of its directories that has them; empty if none has."""
+    for root in roots:
+        files = read_files(root / SUBFOLDER)
+        if files:
+            return files
+    return {}
 
 
 def read_source_files(weights: Path | None, source: str | None, checkpoint: Committed | None) -> Files:
-    """Returns the files of a run's source: the folder `weights`, or the `checkpoint` that `source` names."""
+    """Returns the files of a run's source, which is the folder `weights` or the `checkpoint` that `source` names."""
     if weights is not None:
         return read_files(weights)
     return {} if source is None or checkpoint is None else read_run_files(roots_of(source, checkpoint))
 
 
-def bytes_tokenizer(folder: Folder, rows: int) -> RunTokenizer | None:
-    """Returns the byte tokenizer if the folder's config.json says that tokens are bytes, as `to-hf` writes it."""
+def bytes_tokenizer(folder: Folder, vocab_size: int) -> RunTokenizer | None:
+    """Returns the byte tokenizer if the folder's config.json, written by `to-hf`, says that tokens are bytes."""
     if folder.config.get(TOKENIZER_KEY) != BYTES:
         return None
-    if rows < Bytes.vocab_size:
+    if vocab_size < Bytes.vocab_size:
         raise ConfigError(
-            f"{folder.path / CONFIG}: {TOKENIZER_KEY} is {BYTES}, which has {Bytes.vocab_size} ids, but the model has "
-            f"{rows} rows; remove the key"
+            f"{folder.path / CONFIG}: {TOKENIZER_KEY} is {BYTES}, which has {Bytes.vocab_size} ids, but the "
+            f"vocabulary of the model has {vocab_size} rows; remove the key"
         )
     return RunTokenizer(Bytes().description, Bytes.vocab_size, None)
 
 
 def match_tokenizer(files: Files, tokenizer: RunTokenizer) -> Files:
-    """Returns the files for a run with this tokenizer. If they have a different one, it is left out, with its template
-    and its ids."""
+    """Returns the files for a run with this tokenizer. If they have a different tokenizer, they are reduced to configs
+    without token ids, so that neither that tokenizer nor its template is left."""
     text = files.get(TOKENIZER_FILE)
     if text is None or same_vocabulary(tokenizer_of_file(text.decode(), 0), tokenizer):
         return files
-    names = sorted({CONFIG, GENERATION} & files.keys())
-    return {name: json_bytes(_without_ids(json.loads(files[name]))) for name in names}
+    names = sorted({CONFIG, GENERATION_CONFIG} & files.keys())
+    return {name: json_bytes(_without_token_ids(json.loads(files[name]))) for name in names}
 
 
 def with_end_token(files: Files, tokenizer: RunTokenizer) -> Files:
-    """Returns the files with the token that ended the documents of the data as an end of texts.
+    """Returns the files, changed so that the token that ended the documents of the data also ends a text.
 
     Other ids that end a text, such as the end of a turn, are preserved.
     """
-    end = tokenizer.end_of_document
+    end_id = tokenizer.end_of_document
     end_token = tokenizer.description.get("end_token")
-    changed = dict(files)
-    for name in sorted({CONFIG, GENERATION} & files.keys()) if end is not None else []:
-        tree = json.loads(files[name])
-        inner = tree.get("text_config", tree) if "eos_token_id" not in tree else tree
-        previous = inner.get("eos_token_id")
-        ids = [] if previous is None else previous if isinstance(previous, list) else [previous]
-        if end not in ids:
-            inner["eos_token_id"] = [end, *ids] if ids else end
-            changed[name] = json_bytes(tree)
-    for name in sorted({"tokenizer_config.json", "special_tokens_map.json"} & files.keys()) if end_token else []:
-        tree = json.loads(files[name])
-        previous = tree.get("eos_token")
-        if (previous.get("content") if isinstance(previous, dict) else previous) != end_token:
-            tree["eos_token"] = end_token
-            changed[name] = json_bytes(tree, ensure_ascii=False)
-    return changed
+    updated = dict(files)
+    if end_id is not None:
+        for name in sorted({CONFIG, GENERATION_CONFIG} & files.keys()):
+            tree = json.loads(files[name])
+            if _add_end_id(tree, end_id):
+                updated[name] = json_bytes(tree)
+    if end_token:
+        for name in sorted({"tokenizer_config.json", "special_tokens_map.json"} & files.keys()):
+            tree = json.loads(files[name])
+            previous = tree.get("eos_token")
+            previous_token = previous.get("content") if isinstance(previous, dict) else previous
+            if previous_token != end_token:
+                tree["eos_token"] = end_token
+                updated[name] = json_bytes(tree, ensure_ascii=False)
+    return updated
 
 
-def _without_ids(tree: dict[str, Any]) -> dict[str, Any]:
-    """Returns a config without token ids, also in nested objects."""
+def _add_end_id(tree: dict[str, Any], end_id: int) -> bool:
+    """Adds an id to those that end a text according to a config. Returns False if the config has it already."""
+    section = tree if "eos_token_id" in tree else tree.get("text_config", tree)
+    previous = section.get("eos_token_id")
+    if previous is None:
+        section["eos_token_id"] = end_id
+        return True
+    ids = previous if isinstance(previous, list) else [previous]
+    if end_id in ids:
+        return False
+    section["eos_token_id"] = [end_id, *ids] if ids else end_id
+    return True
+
+
+def _without_token_ids(tree: dict[str, Any]) -> dict[str, Any]:
+    """Returns a config without token ids, including those in nested objects."""
     return {
-        key: _without_ids(value) if isinstance(value, dict) else value
+        key: _without_token_ids(value) if isinstance(value, dict) else value
         for key, value in tree.items()
         if not key.endswith("_token_id")
     }

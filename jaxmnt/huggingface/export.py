@@ -1,9 +1,9 @@
-"""Exports a checkpoint as a folder of Hugging Face, on one machine or on several at a time, without JAX's devices.
+"""Exports a checkpoint as a Hugging Face folder, on one machine or on several at a time, without JAX's devices.
 
-Files hold whole tensors, one parameter after another, so that a checkpoint whose chunks span many layers is read once.
-Each process writes some of the files into a temporary folder beside the requested one. A process that finds all files
-complete compares the digests of the data that was read with those of the checkpoint, and publishes the folder by
-renaming it. So processes need not communicate, and an interrupted export can be resumed.
+Files hold whole tensors, one parameter after another, so that a checkpoint whose chunks span many layers is read only
+once. Each process writes some of the files into a temporary folder next to the requested one. A process that finds all
+files complete compares the digests of the data that was read with those of the checkpoint, and publishes the folder by
+renaming it. Processes therefore need not communicate, and an interrupted export can be resumed.
 """
 
 import contextlib
@@ -37,11 +37,12 @@ from jaxmnt.models.registry import build_family
 from jaxmnt.strict_json import json_text
 
 _PIECE_BYTES = 256 << 20
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+"""Approximate size of the pieces in which arrays are copied."""
+_DTYPE_CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
 class LayerRange(NamedTuple):
-    """A range of layers of parameters that share tensors; for parameters that are not stacked, all of them."""
+    """A range of layers, for parameters that share tensors. Parameters that are not stacked count as one layer."""
 
     parameters: tuple[str, ...]
     begin: int
@@ -57,20 +58,20 @@ class Export:
     files: dict[str, list[LayerRange]]
     dtype: np.dtype
     companions: Files
-    """The other files of the folder, by name."""
+    """The files of the folder without weights, by name."""
     untrained_rows: int
-    """Number of rows of the checkpoint's vocabulary that are left out."""
+    """Number of rows of the checkpoint's vocabulary that the export leaves out."""
 
     @property
     def id(self) -> str:
-        """A digest that distinguishes this export from others into the same folder."""
+        """A digest that distinguishes this export from other exports into the same folder."""
         manifest = self.checkpoint.manifest
         shapes = {name: [part.tensor_shape for part in parts] for name, parts in sorted(self.parts.items())}
         identity = [manifest.run, manifest.step, self.dtype.name, self.files, shapes]
         return hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:8]
 
     def tensors(self, file: str) -> list[Part]:
-        """Returns the tensors of a file in order, each once."""
+        """Returns a part for each tensor in a file, in the order of the file."""
         tensors: dict[str, Part] = {}
         for layer_range in self.files[file]:
             for parameter in layer_range.parameters:
@@ -86,8 +87,9 @@ def plan_export(
     dtype: str | None,
     file_bytes: int,
 ) -> Export:
-    """Returns the plan of an export. `companions` are the files that came with the model; the run's own `tokenizer`
-    takes precedence over theirs. Without `dtype` it is that of the model that the run came from, else float32.
+    """Returns the plan of an export. `companions` are the files that came with the model. The run's own `tokenizer`
+    takes precedence over theirs. If `dtype` is None, the export has the dtype of the model that the run came from, or
+    float32 if there is none. Each file has about `file_bytes`.
 
     Raises `ConfigError` for a family that Hugging Face does not know.
     """
@@ -103,11 +105,11 @@ def plan_export(
     definition = define(build_family(model, model.vocab_size))
 
     # Token ids are always explicit, because transformers replaces missing ones by a family's defaults.
-    end = None if tokenizer is None else tokenizer.end_of_document
-    ids = {"bos_token_id": None, "eos_token_id": end, "pad_token_id": None}
+    end_id = None if tokenizer is None else tokenizer.end_of_document
+    token_ids = {"bos_token_id": None, "eos_token_id": end_id, "pad_token_id": None}
     source_keys = source.get("text_config", {}) | source
-    longest = max(source_keys.get("max_position_embeddings") or 0, config.data.sequence_length)
-    tree = write_config(model, ids | source_keys | {"max_position_embeddings": longest})
+    max_positions = max(source_keys.get("max_position_embeddings") or 0, config.data.sequence_length)
+    tree = write_config(model, token_ids | source_keys | {"max_position_embeddings": max_positions})
     parts = parts_of(definition)
     dtype_name = dtype or tree.get("dtype") or tree.get("torch_dtype") or "float32"
     supported = [dtype.name for dtype in DTYPES.values()]
@@ -115,7 +117,7 @@ def plan_export(
         raise ConfigError(f"--dtype: {dtype_name} is not one of {', '.join(supported)}")
     tree |= {"dtype": dtype_name, "torch_dtype": dtype_name}
     if tokenizer is not None and tokenizer.name == BYTES:
-        tree[TOKENIZER_KEY] = BYTES  # from-hf reads this key: bytes need no tokenizer.json
+        tree[TOKENIZER_KEY] = BYTES  # read by from-hf, because bytes need no tokenizer.json
     companions = _export_companions(companions, tokenizer) | {CONFIG: json_bytes(tree)}
 
     files = divide_into_files(parts, np.dtype(dtype_name).itemsize, file_bytes)
@@ -130,7 +132,7 @@ def plan_export(
 
 
 def _export_companions(companions: Files, tokenizer: RunTokenizer | None) -> Files:
-    """Returns the model's files other than its config and weights, with the run's tokenizer."""
+    """Returns the companions without the config and with the run's tokenizer."""
     files = {name: content for name, content in companions.items() if name != CONFIG}
     if tokenizer is not None and tokenizer.text is not None:
         files[TOKENIZER_FILE] = tokenizer.text.encode()
@@ -140,13 +142,15 @@ def _export_companions(companions: Files, tokenizer: RunTokenizer | None) -> Fil
 
 
 def _without_untrained_rows(model: Model, source: dict[str, Any], tokenizer: RunTokenizer | None) -> Model:
-    """Returns the model without the rows of its vocabulary that no id of the data has.
+    """Returns the model without the rows of its vocabulary that do not belong to any id of the data.
 
     Training masks the logits of these rows, but other programs do not. A model that came with such rows keeps them.
     """
-    rows = model.vocab_size
-    source_rows = (source.get("text_config") or {}).get("vocab_size", source.get("vocab_size"))
-    if rows is None or tokenizer is None or tokenizer.vocab_size >= rows or source_rows == rows:
+    vocab_size = model.vocab_size
+    source_vocab_size = (source.get("text_config") or {}).get("vocab_size", source.get("vocab_size"))
+    if vocab_size is None or tokenizer is None:
+        return model
+    if tokenizer.vocab_size >= vocab_size or source_vocab_size == vocab_size:
         return model
     return model.model_copy(update={"vocab_size": tokenizer.vocab_size})
 
@@ -165,58 +169,61 @@ def write_export(
     """
     if folder.exists():
         if processes > 1 and _is_complete(export, folder):
-            return True  # the others were quicker
+            return True  # another process has published it
         raise ConfigError(f"{folder} exists already; name a new folder")
-    building = folder.with_name(f".{folder.name}.{export.id}.building")
+    temporary = folder.with_name(f".{folder.name}.{export.id}.building")
     files = sorted(export.files)[process::processes]
     layer_ranges = [layer_range for file in files for layer_range in export.files[file]]
     names = {_checkpoint_name(name) for layer_range in layer_ranges for name in layer_range.parameters}
     try:
-        building.mkdir(parents=True, exist_ok=True)
+        temporary.mkdir(parents=True, exist_ok=True)
         reader = Reader(export.checkpoint, sorted(names))
         for file in files:
-            if not (building / f"{file}.digests").exists():
-                _write_file(export, reader, file, building, report_progress)
-        return _publish(export, building, folder)
+            if not (temporary / f"{file}.digests").exists():
+                _write_file(export, reader, file, temporary, report_progress)
+        return _publish(export, temporary, folder)
     except ConfigError:
-        shutil.rmtree(building, ignore_errors=True)  # the same command would fail again
+        shutil.rmtree(temporary, ignore_errors=True)  # the same command would fail again
         raise
     except UserError:
         raise
     except OSError as error:
         raise UserError(
-            f"{error.filename or building} cannot be written: {error.strerror or error}; fix that and run the same "
+            f"{error.filename or temporary} cannot be written: {error.strerror or error}; fix that and run the same "
             "command again, which resumes the export"
         ) from error
 
 
 def _is_complete(export: Export, folder: Path) -> bool:
     """Returns True if the folder has all files of this export and its config."""
-    exist = [(folder / name).is_file() for name in (*export.files, *export.companions)]
-    return all(exist) and (folder / CONFIG).read_bytes() == export.companions[CONFIG]
+    names = (*export.files, *export.companions)
+    if not all((folder / name).is_file() for name in names):
+        return False
+    return (folder / CONFIG).read_bytes() == export.companions[CONFIG]
 
 
-def _publish(export: Export, building: Path, folder: Path) -> bool:
-    """Checks and renames the folder if the files of all processes are complete."""
+def _publish(export: Export, temporary: Path, folder: Path) -> bool:
+    """Checks and renames the temporary folder if the files of all processes are complete. Returns True if the folder
+    has been published, by this process or another."""
     try:
-        file_digests = [json.loads((building / f"{file}.digests").read_text()) for file in sorted(export.files)]
+        file_digests = [json.loads((temporary / f"{file}.digests").read_text()) for file in sorted(export.files)]
     except FileNotFoundError:
         return folder.exists()
-    # The digest of an array is the sum of those of its pieces, which may be in several files.
+    # The digest of an array is the sum of the digests of its pieces, which may be in several files.
     totals: dict[str, digest.Lanes] = {}
     for digests in file_digests:
         for name, lanes in digests.items():
             totals[name] = digest.add(totals.get(name, digest.ZERO), (lanes[0], lanes[1]))
     arrays = export.checkpoint.manifest.arrays
     if damaged := sorted(name for name in totals if digest.to_text(totals[name]) != arrays[name].content):
-        shutil.rmtree(building, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
         raise DamagedError(f"checkpoint {export.checkpoint.path}: array {damaged[0]} is not what was saved")
-    with contextlib.suppress(FileNotFoundError):  # another process that saw all files is publishing, too
+    with contextlib.suppress(FileNotFoundError):  # another process may be publishing as well
         for name, content in sorted(export.companions.items()):
-            (building / name).write_bytes(content)
-        for path in sorted(building.glob("*.digests")):
+            (temporary / name).write_bytes(content)
+        for path in sorted(temporary.glob("*.digests")):
             path.unlink()
-        building.rename(folder)
+        temporary.rename(folder)
     return True
 
 
@@ -243,11 +250,11 @@ def divide_into_files(parts: Parts, itemsize: int, file_bytes: int) -> dict[str,
             space_left -= count * layer_bytes
     if len(files) == 1:
         return {SINGLE: files[0]}
-    return {f"model-{n + 1:05d}-of-{len(files):05d}.safetensors": file for n, file in enumerate(files)}
+    return {f"model-{number:05d}-of-{len(files):05d}.safetensors": file for number, file in enumerate(files, 1)}
 
 
 def _group_by_tensor(parts: Parts) -> list[tuple[str, ...]]:
-    """Returns the parameters, grouped by the tensors that they share."""
+    """Returns the names of the parameters, grouped by the tensors that they share."""
     by_tensor: dict[str, list[str]] = {}
     for name, layer_parts in sorted(parts.items()):
         by_tensor.setdefault(layer_parts[0].name, []).append(name)
@@ -263,24 +270,24 @@ def _checkpoint_name(parameter: str) -> str:
 
 
 def _write_file(
-    export: Export, reader: Reader, file: str, building: Path, report_progress: Callable[[str], None]
+    export: Export, reader: Reader, file: str, temporary: Path, report_progress: Callable[[str], None]
 ) -> None:
     """Writes a file under a temporary name, renames it, and writes the digests of the data that was read for it."""
-    for leftover in building.glob(f".{file}.*"):  # of a process that was killed
+    for leftover in temporary.glob(f".{file}.*"):  # from a process that was killed
         leftover.unlink()
-    path = building / f".{file}.{os.getpid()}"
+    path = temporary / f".{file}.{os.getpid()}"
     offsets = begin_file(path, export.tensors(file), export.dtype)
     totals: dict[str, digest.Lanes] = {}
     for layer_range in export.files[file]:
         for parameter in layer_range.parameters:
             report_progress(parameter)
             name = _checkpoint_name(parameter)
-            lanes = _copy(export, reader, parameter, layer_range, path, offsets)
+            lanes = _copy_layers(export, reader, parameter, layer_range, path, offsets)
             totals[name] = digest.add(totals.get(name, digest.ZERO), lanes)
     with path.open("rb+") as opened:
         os.fsync(opened.fileno())
-    path.rename(building / file)
-    (building / f"{file}.digests").write_text(json_text(totals))
+    path.rename(temporary / file)
+    (temporary / f"{file}.digests").write_text(json_text(totals))
 
 
 def begin_file(path: Path, tensors: list[Part], dtype: np.dtype) -> dict[str, int]:
@@ -290,7 +297,7 @@ def begin_file(path: Path, tensors: list[Part], dtype: np.dtype) -> dict[str, in
     for part in tensors:
         size = _size_in_bytes(part, dtype)
         header[part.name] = {
-            "dtype": _NAMES[dtype],
+            "dtype": _DTYPE_CODES[dtype],
             "shape": list(part.tensor_shape),
             "data_offsets": [end, end + size],
         }
@@ -304,31 +311,36 @@ def begin_file(path: Path, tensors: list[Part], dtype: np.dtype) -> dict[str, in
     return {part.name: 8 + len(text) + header[part.name]["data_offsets"][0] for part in tensors}
 
 
-def _copy(
+def _copy_layers(
     export: Export, reader: Reader, parameter: str, layer_range: LayerRange, path: Path, offsets: dict[str, int]
 ) -> digest.Lanes:
-    """Copies layers of a parameter into their tensors, piece by piece, and returns their part of the array's digest."""
+    """Copies layers of a parameter into their tensors, piece by piece, and returns the digest of these layers, which is
+    their part of the array's digest."""
     name = _checkpoint_name(parameter)
     parts = export.parts[parameter]
     shape = export.checkpoint.manifest.arrays[name].shape
     total = digest.ZERO
     stacked = len(shape) > len(parts[0].shape)
     layer_bounds = (layer_range.begin, layer_range.end) if stacked else None
-    for start, index in _pieces(reader.chunk(name), shape, layer_bounds):
-        piece = reader.read(name, index)
+    for start, slices in _pieces(reader.chunk(name), shape, layer_bounds):
+        piece = reader.read(name, slices)
         total = digest.add(total, digest.block_digest(piece, start, shape))
-        layers, inner = (piece, start[1:]) if stacked else (piece[None], start)
-        for number, layer in enumerate(layers):
-            part = parts[start[0] + number if stacked else 0]
-            _write_piece(path, offsets[part.name], part, inner, layer, export.dtype)
+        if stacked:
+            first_layer, *start_in_layer = start
+        else:
+            first_layer, start_in_layer, piece = 0, list(start), piece[None]
+        for number, piece_of_layer in enumerate(piece, first_layer):
+            part = parts[number]
+            _write_piece(path, offsets[part.name], part, start_in_layer, piece_of_layer, export.dtype)
     return total
 
 
 def _pieces(
     chunk: Sequence[int], shape: Shape, layers: tuple[int, int] | None
 ) -> Iterator[tuple[Shape, tuple[slice, ...]]]:
-    """Yields the start and index of pieces of about `_PIECE_BYTES`, of whole chunks where possible: several of these
-    layers, or a part of each."""
+    """Yields the first index and the slices of each piece of an array, or of its `layers` if it is stacked. Pieces have
+    about `_PIECE_BYTES` and consist of whole chunks where possible. A piece has one or more layers, or the same part of
+    each of them."""
     bounds = [(0, size) for size in shape]
     if layers is not None:
         bounds[0] = layers
@@ -341,27 +353,30 @@ def _pieces(
         bytes_per_index = math.prod(steps) // steps[dimension] * itemsize
         chunks = max(1, _PIECE_BYTES // bytes_per_index // chunk_size)
         steps[dimension] = min(steps[dimension], chunks * chunk_size)
-    cuts = [range(begin, end, max(1, step)) for (begin, end), step in zip(bounds, steps, strict=True)]
-    for start in itertools.product(*cuts):
-        yield start, tuple(slice(s, min(s + cut.step, cut.stop)) for s, cut in zip(start, cuts, strict=True))
+    starts = [range(begin, end, max(1, step)) for (begin, end), step in zip(bounds, steps, strict=True)]
+    for start in itertools.product(*starts):
+        ends = [min(first + extent.step, extent.stop) for first, extent in zip(start, starts, strict=True)]
+        yield start, tuple(map(slice, start, ends))
 
 
 def _write_piece(
-    path: Path, file_offset: int, part: Part, inner: Sequence[int], layer: np.ndarray, dtype: np.dtype
+    path: Path, file_offset: int, part: Part, start: Sequence[int], piece: np.ndarray, dtype: np.dtype
 ) -> None:
-    """Writes a piece of a layer, which begins at the layer's index `inner`, into its rows and columns of the tensor."""
+    """Writes a piece of a layer into the tensor at `file_offset`. `start` is the index in the layer at which the piece
+    begins."""
     # A vocabulary may have more rows in the checkpoint than in the files.
-    layer = layer[tuple(slice(max(0, size - begin)) for size, begin in zip(part.shape, inner, strict=True))]
-    if not layer.size:
+    piece = piece[tuple(slice(max(0, size - begin)) for size, begin in zip(part.shape, start, strict=True))]
+    if not piece.size:
         return
-    (first_row, first_column), (rows, columns) = part.offset, part.matrix
+    first_row, first_column = part.offset
+    rows, columns = part.matrix_shape
     matrix = np.memmap(path, dtype, "r+", file_offset, part.tensor_shape).reshape(part.tensor_shape[0], -1)
     block = matrix[first_row : first_row + rows, first_column : first_column + columns]
     target = part.to_parameter(block)  # a view
-    index = tuple(slice(begin, begin + size) for begin, size in zip(inner, layer.shape, strict=True))
-    target[index] = round_to(layer, dtype, part.name)
+    index = tuple(slice(begin, begin + size) for begin, size in zip(start, piece.shape, strict=True))
+    target[index] = round_to(piece, dtype, part.name)
 
 
 def _size_in_bytes(part: Part, dtype: np.dtype) -> int:
-    """Returns the size of the whole tensor."""
+    """Returns the size in bytes of the whole tensor."""
     return math.prod(part.tensor_shape) * dtype.itemsize

@@ -1,4 +1,4 @@
-"""A folder with a model of Hugging Face: its config.json and its safetensors files, which are checked before use."""
+"""A folder with a Hugging Face model: its config.json and its safetensors files, which are checked before use."""
 
 import hashlib
 import json
@@ -26,10 +26,11 @@ COMPANIONS = (
 """Files of a model other than its config and weights, which are copied unchanged."""
 
 DTYPES = {"F32": np.dtype(np.float32), "BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype(np.float16)}
-_LARGEST_JSON = 64 << 20
+_MAX_JSON_BYTES = 64 << 20
 _SAMPLE_BYTES = 1 << 16
-_COMPARED_NUMBERS = 1 << 24
-"""Number of elements of two tensors that are compared at a time."""
+"""Size of the sample of each file that a fingerprint covers."""
+_COMPARISON_SIZE = 1 << 24
+"""Maximum number of elements of each of two tensors that are compared at a time."""
 
 
 class StoredTensor(NamedTuple):
@@ -40,11 +41,11 @@ class StoredTensor(NamedTuple):
     shape: tuple[int, ...]
     dtype: np.dtype
     begin: int
-    """Its first byte in the file."""
+    """Offset of the tensor's first byte in the file."""
 
 
 class Folder:
-    """The model in a folder. Only headers and numbers are read; nothing is executed.
+    """The model in a folder. Only its config, headers and numbers are read, and nothing is executed.
 
     Raises `ConfigError` for a folder without a model, and for files that are damaged or contradict each other.
     """
@@ -59,14 +60,14 @@ class Folder:
         self._descriptors: dict[str, int] = {}
 
     def tensors(self, hf_format: HuggingFace) -> dict[str, StoredTensor]:
-        """Returns the tensors in the files, by the family's names for them, without those that the family ignores."""
+        """Returns the tensors in the files by the names that the family has for them, without those that it ignores."""
         tensors: dict[str, StoredTensor] = {}
         left_out = [re.compile(pattern) for pattern in hf_format.left_out]
-        for file in self._files():
+        for file in self._file_names():
             header = self._header(file)
             for name in sorted(header):
                 our_name = _rename(name, hf_format.renamed)
-                if any(pattern.fullmatch(either) for pattern in left_out for either in (name, our_name)):
+                if any(pattern.fullmatch(name) or pattern.fullmatch(our_name) for pattern in left_out):
                     continue
                 if our_name in tensors:
                     raise ConfigError(
@@ -78,13 +79,14 @@ class Folder:
                         f"{self._key}: {printable(name)} in {self.path / file} is of type {dtype_code}; supported "
                         f"types are {', '.join(DTYPES)}"
                     )
-                shape, (begin, _) = tuple(header[name]["shape"]), header[name]["data_offsets"]
+                shape = tuple(header[name]["shape"])
+                begin, _ = header[name]["data_offsets"]
                 tensors[our_name] = StoredTensor(file, shape, DTYPES[dtype_code], begin)
         return tensors
 
     def check(self, definition: Definition) -> tuple[Parts, dict[str, StoredTensor]]:
-        """Returns the model's parameters, by their names in a checkpoint, and its tensors. Raises `ConfigError` for a
-        tensor that is missing, unexpected or of another shape."""
+        """Returns the tensors of each parameter, by its name in a checkpoint, and where the files store each tensor, by
+        the tensor's name. Raises `ConfigError` for a tensor that is missing, unexpected or of another shape."""
         parts = parts_of(definition)
         hf_format = definition.family.hugging_face
         assert hf_format is not None
@@ -101,7 +103,7 @@ class Folder:
                     f"{CONFIG} requires {list(part.tensor_shape)}"
                 )
         tied = definition.family.config.tie_embeddings
-        unused = {hf_format.ends["head.kernel"].name} if tied else set()  # some files have the embedding twice
+        unused = {hf_format.ends["head.kernel"].name} if tied else set()  # some files store a tied head as well
         if unexpected := sorted(tensors.keys() - expected.keys() - unused):
             raise ConfigError(
                 f"{self._key}: {self.path / tensors[unexpected[0]].file} has the tensor "
@@ -115,7 +117,7 @@ class Folder:
         """Raises `ConfigError` if the config ties head and embedding, but the files have a head that differs from the
         embedding.
 
-        In that case transformers uses the head, contrary to the config.
+        In that case, transformers uses the head, contrary to the config.
         """
         hf_format = family.hugging_face
         if not family.config.tie_embeddings or hf_format is None:
@@ -125,51 +127,55 @@ class Folder:
         if any(name not in tensors or len(tensors[name].shape) != 2 for name in names):
             return
         head, embedding = (tensors[name] for name in names)
-        if head.shape == embedding.shape and self._are_equal(head, embedding):
+        if head.shape == embedding.shape and self._have_equal_numbers(head, embedding):
             return
         raise ConfigError(
             f"{self._key}: {self.path / CONFIG} sets tie_word_embeddings, but {names[0]} in {self.path / head.file} "
             f"differs from {names[1]}; set tie_word_embeddings to false to use both, or remove {names[0]}"
         )
 
-    def _are_equal(self, first: StoredTensor, second: StoredTensor) -> bool:
-        """Returns True if two matrices have the same numbers. It compares some rows at a time."""
+    def _have_equal_numbers(self, first: StoredTensor, second: StoredTensor) -> bool:
+        """Returns True if two matrices of the same shape have equal numbers. Only some of their rows are in memory at a
+        time."""
         rows, columns = first.shape
-        step = max(1, _COMPARED_NUMBERS // columns)
-        for top in range(0, rows, step):
-            pieces = [np.empty((min(step, rows - top), columns), stored.dtype) for stored in (first, second)]
-            for stored, piece in zip((first, second), pieces, strict=True):
-                self.read(stored, (top, 0), piece)
-            if not np.array_equal(pieces[0].astype(np.float32), pieces[1].astype(np.float32)):
+        max_rows = max(1, _COMPARISON_SIZE // columns)
+        for first_row in range(0, rows, max_rows):
+            shape = (min(max_rows, rows - first_row), columns)
+            pieces = []
+            for stored in (first, second):
+                piece = np.empty(shape, stored.dtype)
+                self.read(stored, (first_row, 0), piece)
+                pieces.append(piece.astype(np.float32))
+            if not np.array_equal(pieces[0], pieces[1]):
                 return False
         return True
 
     def fingerprint(self) -> str:
-        """Returns a digest that is equal for copies of a model. It covers the config, headers, and a sample of the
-        numbers of each file."""
+        """Returns a digest that is the same for all copies of a model. It covers the config and, of each file, the
+        header and a sample of the numbers."""
         digest = hashlib.sha256(json.dumps(self.config, sort_keys=True).encode())
-        for file in self._files():
+        for file in self._file_names():
             digest.update(json.dumps([file, self._header(file)], sort_keys=True).encode())
             descriptor = self._descriptor(file)
             middle = os.fstat(descriptor).st_size // 2
             digest.update(os.pread(descriptor, _SAMPLE_BYTES, middle))
         return digest.hexdigest()[:16]
 
-    def read(self, stored: StoredTensor, offset: tuple[int, int], into: np.ndarray) -> int:
-        """Fills a contiguous matrix with the rows and columns of a tensor from `offset` on; a vector is one column.
-        Returns the number of bytes read."""
-        rows, columns = into.shape
+    def read(self, stored: StoredTensor, offset: tuple[int, int], matrix: np.ndarray) -> int:
+        """Fills a contiguous matrix with rows and columns of a tensor, which begin at the row and column `offset`. A
+        vector is treated as one column. Returns the number of bytes read."""
+        rows, columns = matrix.shape
         width = stored.shape[1] if len(stored.shape) == 2 else 1
         try:
-            # Some of the columns, which are not contiguous in the file.
+            # If only some columns are read, they are not contiguous in the file.
             if columns != width:
                 shape = (stored.shape[0], width)
                 tensor = np.memmap(self.path / stored.file, stored.dtype, "r", stored.begin, shape)
-                into[...] = tensor[offset[0] : offset[0] + rows, offset[1] : offset[1] + columns]
-                return into.nbytes
-            # Whole rows. One call may read less than was asked for.
-            remaining = memoryview(into.view(np.uint8).reshape(-1))
-            position = stored.begin + offset[0] * width * into.itemsize
+                matrix[...] = tensor[offset[0] : offset[0] + rows, offset[1] : offset[1] + columns]
+                return matrix.nbytes
+            # Whole rows are contiguous. One call may read fewer bytes than requested.
+            remaining = memoryview(matrix.view(np.uint8).reshape(-1))
+            position = stored.begin + offset[0] * width * matrix.itemsize
             while remaining:
                 count = os.preadv(self._descriptor(stored.file), [remaining], position)
                 if count == 0:
@@ -181,31 +187,33 @@ class Folder:
                 f"{self._key}: {self.path / stored.file} cannot be read: {error}; check that its file system is "
                 "mounted and the file complete"
             ) from error
-        return into.nbytes
+        return matrix.nbytes
 
     def close(self) -> None:
         for descriptor in self._descriptors.values():
             os.close(descriptor)
         self._descriptors.clear()
 
-    def _files(self) -> list[str]:
-        """Returns the files with tensors, sorted. All their tensors count, also those that are not in the index."""
+    def _file_names(self) -> list[str]:
+        """Returns the sorted names of the files with tensors. All of their tensors count, even if the index does not
+        have them."""
         if (self.path / INDEX).is_file():
-            return self._indexed()
+            return self._indexed_file_names()
         if (self.path / SINGLE).is_file():
             return [SINGLE]
-        others = sorted(
+        pickles = sorted(
             path.name for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt") for path in self.path.glob(pattern)
         )
-        if others:
+        if pickles:
             raise ConfigError(
-                f"{self._key}: {self.path} has {others[0]}, a pickle, which may run code and is not read; convert it "
+                f"{self._key}: {self.path} has {pickles[0]}, a pickle, which may run code and is not read; convert it "
                 "to safetensors"
             )
         raise ConfigError(f"{self._key}: {self.path} has neither {SINGLE} nor {INDEX}; name a folder with a model")
 
-    def _indexed(self) -> list[str]:
-        """Returns the files that the index names. Raises `ConfigError` if a file lacks a tensor of the index."""
+    def _indexed_file_names(self) -> list[str]:
+        """Returns the sorted names of the files in the index. Raises `ConfigError` if a file lacks a tensor of the
+        index."""
         index = read_json(self.path / INDEX, self._key).get("weight_map")
         if not isinstance(index, dict) or not all(isinstance(file, str) for file in index.values()):
             raise ConfigError(f"{self._key}: {self.path / INDEX} has no weight_map of files; copy it again")
@@ -221,10 +229,10 @@ class Folder:
                 raise ConfigError(
                     f"{self._key}: {self.path / INDEX} names {printable(file)}, which is not there; copy it"
                 )
-        others = [file for file in files if file != SINGLE]
-        if others and (self.path / SINGLE).is_file():
+        other_files = [file for file in files if file != SINGLE]
+        if other_files and (self.path / SINGLE).is_file():
             raise ConfigError(
-                f"{self._key}: {self.path} has both {SINGLE} and {INDEX}, which names {printable(others[0])}, and "
+                f"{self._key}: {self.path} has both {SINGLE} and {INDEX}, which names {printable(other_files[0])}, and "
                 f"programs differ in which of them they read (transformers: {SINGLE}); remove {SINGLE}, or {INDEX} and "
                 "its files"
             )
@@ -238,7 +246,8 @@ class Folder:
         return files
 
     def _header(self, file: str) -> dict[str, Any]:
-        """Returns the header of a file that the library accepts, by tensor; offsets count from the file's beginning."""
+        """Returns the entry of each tensor in the header of a file, with offsets from the beginning of the file. Raises
+        `ConfigError` if the safetensors library does not accept the file."""
         if file not in self._headers:
             path = self.path / file
             try:
@@ -258,17 +267,18 @@ class Folder:
         return self._headers[file]
 
     def _descriptor(self, file: str) -> int:
+        """Returns the descriptor of a file, which stays open until `close`."""
         if file not in self._descriptors:
             self._descriptors[file] = os.open(self.path / file, os.O_RDONLY)
         return self._descriptors[file]
 
 
 def read_json(path: Path, key: str) -> dict[str, Any]:
-    """Returns the object in a JSON file. Raises `ConfigError` if there is none."""
+    """Returns the object in a JSON file. Raises `ConfigError` if the file is missing or has no object."""
     try:
-        if path.stat().st_size > _LARGEST_JSON:
+        if path.stat().st_size > _MAX_JSON_BYTES:
             raise ConfigError(
-                f"{key}: {path} is larger than {_LARGEST_JSON >> 20} MiB, too large for such a file; copy it again"
+                f"{key}: {path} is larger than {_MAX_JSON_BYTES >> 20} MiB, too large for such a file; copy it again"
             )
         tree = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -281,13 +291,13 @@ def read_json(path: Path, key: str) -> dict[str, Any]:
 
 
 def json_bytes(tree: dict[str, Any], **options: Any) -> bytes:
-    """Returns an object as the content of a JSON file in Hugging Face's layout; `options` are `json_text`'s."""
+    """Returns an object as the content of a JSON file in Hugging Face's layout. `options` are passed to `json_text`."""
     return (json_text(tree, indent=2, sort_keys=True, **options) + "\n").encode()
 
 
 def _rename(name: str, renamed: Mapping[str, str]) -> str:
     """Returns the name with a prefix of `renamed` replaced, if it has one."""
-    for theirs, ours in renamed.items():
-        if name.startswith(theirs):
-            return ours + name.removeprefix(theirs)
+    for prefix, our_prefix in renamed.items():
+        if name.startswith(prefix):
+            return our_prefix + name.removeprefix(prefix)
     return name

@@ -1,7 +1,7 @@
-"""Converts a folder of Hugging Face to a run directory with one checkpoint, of step 0, layer by layer in NumPy.
+"""Converts a Hugging Face folder to a run directory with one checkpoint, for step 0, layer by layer in NumPy.
 
-The run can then be trained further (`run.init_from`), sampled from and compared like any other. The conversion needs no
-accelerator.
+The run can then be trained further (`run.init_from`), sampled from and compared like any other run. The conversion
+needs no accelerator.
 """
 
 import secrets
@@ -35,25 +35,26 @@ from jaxmnt.storage import publish
 from jaxmnt.strict_json import json_text
 
 STEP = 0
-_LONGEST = 4096
+_DEFAULT_SEQUENCE_LENGTH = 4096
 """`data.sequence_length` for a model whose config.json does not limit the length of texts."""
 
 
 def make_run(folder: Folder, out: Path, dtype: str, report_progress: Callable[[str], None]) -> Path:
     """Writes a new run directory, and returns the path of its checkpoint.
 
-    `dtype` is that of the parameters, float32 or bfloat16. `report_progress` is called with the name of each parameter.
+    `dtype` is the dtype of the parameters, float32 or bfloat16. `report_progress` is called with the name of each
+    parameter.
     Raises `ConfigError` if the folder has no known model, or if the directory exists.
     """
     if out.exists():
         raise ConfigError(f"{out} exists already; name a new folder")
-    config = config_for(folder, out, dtype)
-    rows = config.model.vocab_size
-    assert rows is not None
-    definition = define(build_family(config.model, rows))
-    parts, stored = folder.check(definition)
+    config = _run_config(folder, out, dtype)
+    vocab_size = config.model.vocab_size
+    assert vocab_size is not None
+    definition = define(build_family(config.model, vocab_size))
+    parts_by_parameter, stored_tensors = folder.check(definition)
     folder.check_tied_head(definition.family)
-    tokenizer = tokenizer_in(folder, rows)
+    tokenizer = _read_tokenizer(folder, vocab_size)
     path = out / CHECKPOINTS / str(STEP)
     path.parent.mkdir(parents=True)
     begin(path)
@@ -62,7 +63,8 @@ def make_run(folder: Folder, out: Path, dtype: str, report_progress: Callable[[s
         for name, leaf in named({"params": definition.abstract}).items():
             report_progress(name)
             writer.create(name, leaf.shape, np.dtype(dtype))
-            for start, array in _layers(folder, parts[name.removeprefix("params/")], stored, leaf):
+            parts = parts_by_parameter[name.removeprefix("params/")]
+            for start, array in _read_layers(folder, parts, stored_tensors, leaf):
                 writer.write(name, start, round_to(array, np.dtype(dtype), name))
     except ConfigError:
         shutil.rmtree(out)  # this call has created it
@@ -79,61 +81,69 @@ def make_run(folder: Folder, out: Path, dtype: str, report_progress: Callable[[s
     return path
 
 
-def config_for(folder: Folder, out: Path, dtype: str) -> Config:
-    """Returns the config of a run of this model: its section `model`, and the longest text that the model supports."""
+def _run_config(folder: Folder, out: Path, dtype: str) -> Config:
+    """Returns the config for a run with the folder's model. Its sequences are as long as the model supports."""
     settings = read_config(folder.config, str(folder.path / CONFIG))
     hf_format = family_class(settings["family"]).hugging_face
     assert hf_format is not None
     text_config = folder.config.get(hf_format.nested[1], folder.config) if hf_format.nested else folder.config
-    default = hf_format.assumed.get("max_position_embeddings", _LONGEST)
-    longest = settings.get("max_positions", text_config.get("max_position_embeddings", default))
+    default = hf_format.assumed.get("max_position_embeddings", _DEFAULT_SEQUENCE_LENGTH)
+    sequence_length = settings.get("max_positions", text_config.get("max_position_embeddings", default))
     return parse_config(
         {
             "run": {"dir": str(out)},
             "model": settings,
             "train": {"params_dtype": dtype},
-            "data": {"sequence_length": longest},
+            "data": {"sequence_length": sequence_length},
         },
         str(folder.path / CONFIG),
     )
 
 
-def tokenizer_in(folder: Folder, rows: int) -> RunTokenizer | None:
-    """Returns the tokenizer of a folder in the form that a run stores. Returns None if there is no tokenizer.json and
-    the tokens are not bytes, or if no token ends a text.
+def _read_tokenizer(folder: Folder, vocab_size: int) -> RunTokenizer | None:
+    """Returns the tokenizer of a folder in the form in which a run stores it. Returns None if there is no
+    tokenizer.json and the tokens are not bytes, or if no token ends a text.
 
     The end of a document is the `eos_token` of tokenizer_config.json. Raises `ConfigError` if the tokenizer has ids
-    beyond the model's `rows`.
+    that are not below `vocab_size`.
     """
     path = folder.path / TOKENIZER_FILE
     if not path.is_file():
-        return companions.bytes_tokenizer(folder, rows)
-    end = None
+        return companions.bytes_tokenizer(folder, vocab_size)
+    end_token = None
     if (folder.path / "tokenizer_config.json").is_file():
-        end = read_json(folder.path / "tokenizer_config.json", "tokenizer").get("eos_token")
-        end = end.get("content") if isinstance(end, dict) else end
+        end_token = read_json(folder.path / "tokenizer_config.json", "tokenizer").get("eos_token")
+        end_token = end_token.get("content") if isinstance(end_token, dict) else end_token
     ids = HuggingFace(path).ids
-    if isinstance(end, str) and end not in ids:
-        raise ConfigError(f"{path} has no token {printable(end)}, which tokenizer_config.json names; copy both again")
-    tokenizer = HuggingFace(path, end if isinstance(end, str) else None)
-    # Special tokens do not count: Gemma 3's text models have one more than rows.
-    largest_id = max((number for word, number in ids.items() if word not in tokenizer.special), default=0)
-    if largest_id >= rows:
+    if isinstance(end_token, str) and end_token not in ids:
         raise ConfigError(
-            f"{path} has ids up to {largest_id}, but the model has {rows} rows, so it is not the model's tokenizer; "
-            "copy the right one"
+            f"{path} has no token {printable(end_token)}, which tokenizer_config.json names; copy both again"
         )
-    if tokenizer.end_of_document is None or tokenizer.end_of_document >= rows:
+    tokenizer = HuggingFace(path, end_token if isinstance(end_token, str) else None)
+    # Special tokens do not count, because Gemma 3's text models have one whose id has no row.
+    largest_id = max((number for word, number in ids.items() if word not in tokenizer.special), default=0)
+    if largest_id >= vocab_size:
+        raise ConfigError(
+            f"{path} has ids up to {largest_id}, but the vocabulary of the model has {vocab_size} rows, so it is not "
+            "the model's tokenizer; copy the right one"
+        )
+    if tokenizer.end_of_document is None or tokenizer.end_of_document >= vocab_size:
         return None  # no token ends a text, so generate needs --tokenizer
-    return RunTokenizer(tokenizer.description, rows, path.read_text(encoding="utf-8"))
+    return RunTokenizer(tokenizer.description, vocab_size, path.read_text(encoding="utf-8"))
 
 
-def _layers(folder: Folder, parts: list[Part], stored: dict[str, StoredTensor], leaf: jax.ShapeDtypeStruct) -> Any:
-    """Yields each layer of a parameter, or all of it if it is not stacked, with the index at which it begins."""
+def _read_layers(
+    folder: Folder, parts: list[Part], stored_tensors: dict[str, StoredTensor], leaf: jax.ShapeDtypeStruct
+) -> Any:
+    """Yields the first index and the array of each layer of a parameter, or of the parameter if it is not stacked."""
     stacked = len(leaf.shape) > len(parts[0].shape)
     for number, part in enumerate(parts):
-        matrix = np.empty(part.matrix, stored[part.name].dtype)
-        folder.read(stored[part.name], part.offset, matrix)
+        stored = stored_tensors[part.name]
+        matrix = np.empty(part.matrix_shape, stored.dtype)
+        folder.read(stored, part.offset, matrix)
         array = part.to_parameter(matrix)
-        start = (number, *(0 for _ in part.shape)) if stacked else (0,) * array.ndim
-        yield start, array[None] if stacked else array
+        zeros = (0,) * array.ndim
+        if stacked:
+            yield (number, *zeros), array[None]
+        else:
+            yield zeros, array

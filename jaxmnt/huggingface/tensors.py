@@ -1,7 +1,7 @@
-"""The mapping between a model's parameters and tensors of Hugging Face.
+"""The mapping between a model's parameters and the tensors in files of Hugging Face.
 
-A tensor is treated as a matrix with the rows and columns of the file; a vector has one column. Several parameters may
-share a tensor: then each is a part of its outputs.
+A tensor is treated as a matrix with the rows and columns that it has in the file. A vector has one column. If several
+parameters share a tensor, each of them is a part of the tensor's outputs.
 """
 
 import math
@@ -18,19 +18,19 @@ from jaxmnt.parallel.sharding import parameter_name
 
 
 class Part(NamedTuple):
-    """The part of a parameter that one tensor has: all of it, or one layer of a stack."""
+    """The part of a parameter that one tensor stores: the whole parameter, or one layer of a stack."""
 
     tensor: Tensor
     shape: tuple[int, ...]
-    """Shape of the parameter, or of one layer of it."""
+    """Shape of the parameter, or of one layer of the stack."""
 
     @property
     def name(self) -> str:
         return self.tensor.name
 
     @property
-    def matrix(self) -> tuple[int, int]:
-        """The number of rows and columns of the tensor that belong to the parameter."""
+    def matrix_shape(self) -> tuple[int, int]:
+        """The number of rows and the number of columns of the tensor that belong to the parameter."""
         if self.tensor.inputs == 0:
             return math.prod(self.shape), 1
         inputs = math.prod(self.shape[: self.tensor.inputs])
@@ -40,7 +40,7 @@ class Part(NamedTuple):
     @property
     def tensor_shape(self) -> tuple[int, ...]:
         """The shape of the whole tensor in its file."""
-        rows, columns = self.matrix
+        rows, columns = self.matrix_shape
         if self.tensor.inputs == 0:
             return (rows * self.tensor.parts,)
         return (rows * self.tensor.parts, columns) if self.tensor.transposed else (rows, columns * self.tensor.parts)
@@ -48,13 +48,13 @@ class Part(NamedTuple):
     @property
     def offset(self) -> tuple[int, int]:
         """The row and column of the tensor at which the part begins; for a vector, the index and 0."""
-        rows, columns = self.matrix
+        rows, columns = self.matrix_shape
         part = self.tensor.part
         by_rows = self.tensor.transposed or self.tensor.inputs == 0
         return (part * rows, 0) if by_rows else (0, part * columns)
 
     def to_parameter(self, matrix: Any) -> Any:
-        """Returns the parameter's array from its matrix of rows and columns, in NumPy or JAX."""
+        """Returns the array of the parameter from its rows and columns of the tensor, in NumPy or JAX."""
         is_transposed = self.tensor.transposed and self.tensor.inputs > 0
         return (matrix.T if is_transposed else matrix).reshape(self.shape)
 
@@ -74,19 +74,21 @@ def parts_of(definition: Definition) -> Parts:
             f"model.family: {definition.family.config.family} does not define its tensors in files of Hugging Face; "
             "add hugging_face to the class (docs/models.md)"
         )
-    numbers = _layer_numbers(definition)
+    layer_numbers = _layer_numbers(definition)
     parts = {}
     for path, leaf in jax.tree.leaves_with_path(definition.abstract):
         name = parameter_name(path)
         group, _, in_group = name.partition(".")
-        if group not in numbers:
-            tensors, key, shape, layers = hf_format.ends, name, leaf.shape, range(1)
+        if group not in layer_numbers:
+            tensors, shape = hf_format.ends, leaf.shape
+            key, layers = name, range(1)
         else:
-            tensors, key, shape, layers = hf_format.layer, in_group, leaf.shape[1:], numbers[group][0]
-            # With several layers in its pattern, the group's tree has an index for each of them.
+            tensors, shape = hf_format.layer, leaf.shape[1:]
+            key, layers = in_group, layer_numbers[group][0]
+            # If its pattern has several layers, the group's tree has an index for each of them.
             index, _, in_layer = in_group.partition(".")
             if index.isdecimal():
-                key, layers = in_layer, numbers[group][int(index)]
+                key, layers = in_layer, layer_numbers[group][int(index)]
         if key not in tensors:
             raise ConfigError(f"model.family: its hugging_face lacks {key} (parameter {name}); add its tensor")
         tensor = tensors[key]
@@ -95,7 +97,7 @@ def parts_of(definition: Definition) -> Parts:
 
 
 def _layer_numbers(definition: Definition) -> dict[str, list[range]]:
-    """Returns, for each group and each entry of its pattern, the numbers of its layers in the model."""
+    """Returns, for each group, the numbers in the model of the layers that belong to each entry of its pattern."""
     numbers, first = {}, 0
     for group in definition.groups:
         length = len(group.pattern)

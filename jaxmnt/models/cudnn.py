@@ -56,7 +56,7 @@ def attend_packed(options: ScoreOptions, q_BLHK: Array, k_BLGK: Array, v_BLGK: A
     count."""
     if q_BLHK.size > _MAX_OFFSET:
         raise ConfigError(
-            "model.attention: cudnn cannot keep documents apart if a device's queries of a microbatch have "
+            "model.attention: cudnn cannot keep documents apart if a device's queries in a microbatch have "
             f"{q_BLHK.size:,} numbers (at most {_MAX_OFFSET:,}); set train.microbatch_size lower, or "
             "model.attention=xla"
         )

@@ -90,11 +90,11 @@ def _obstacle_to_packed_form(head_dim: int, capability: float) -> str | None:
     """Returns the reason why cuDNN's packed form cannot be used, as the end of a sentence, or None if it can be
     used."""
     if capability < 9:
-        return f"on a GPU of compute capability {capability}, only from 9.0 (Hopper) on"
+        return f"on a GPU of compute capability {capability}, only on 9.0 (Hopper) or newer"
     if head_dim > 128:
-        return f"with heads of width {head_dim}, only up to 128"
+        return f"with heads of width {head_dim}, only with heads of at most 128"
     if not has_packed_form():
-        return f"with JAX {jax.__version__}, whose internal functions for it jaxmnt does not know"
+        return f"with JAX {jax.__version__}, because jaxmnt does not know its internal functions for this"
     return None
 
 

@@ -25,7 +25,7 @@ from jaxmnt.data.sources import Sources
 from jaxmnt.distributed.coordination import broadcast
 from jaxmnt.distributed.identity import Identity
 from jaxmnt.errors import ConfigError, PreflightError, UserError, error_of, printable
-from jaxmnt.huggingface.fits import (
+from jaxmnt.huggingface.compatibility import (
     SCHEME,
     check_compatible,
     check_same_parameters,

@@ -1,5 +1,5 @@
-"""Checks that a run can begin with the weights of another: its model must compute the same function, and its ids must
-mean the same text."""
+"""Checks that a run can begin with the weights of another model. Both models must compute the same function, and ids
+must mean the same text in both."""
 
 import math
 from collections.abc import Sequence
@@ -21,15 +21,17 @@ from jaxmnt.models.contract import define
 from jaxmnt.models.registry import OPTIONAL_SETTINGS, build_family, family_class
 
 SCHEME = "hf:"
-"""Prefix of a folder of Hugging Face in `run.init_from`."""
+"""Prefix of the path of a Hugging Face folder in `run.init_from`."""
 
 CHANGES_KEY = "run.init_from_changes"
+"""Key of the config that lists intended changes to the model."""
 _TOKENIZER = "tokenizer"
 
-_NOT_COMPARED = ("preset", "dropout", "attention", "overlap")
-"""Settings without effect on the model's function: they name a source, regularise training, or choose a program."""
+_SETTINGS_WITHOUT_EFFECT = ("preset", "dropout", "attention", "overlap")
+"""Settings without effect on the model's function, because they name a preset, regularise training, or choose how the
+function is computed."""
 
-SIZES = (
+SHAPE_SETTINGS = (
     "vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "intermediate_size",
     "tie_embeddings", "max_positions",
 )  # fmt: skip
@@ -38,14 +40,14 @@ SIZES = (
 
 @dataclass(frozen=True)
 class Origin:
-    """The source of a run's weights: another run, or a folder of Hugging Face."""
+    """The source of a run's weights: another run, or a Hugging Face folder."""
 
     key: str
     """The setting that names the origin."""
     path: str
     model: Model
     settings: str
-    """The file or command from which a user gets its section `model`."""
+    """The file that has its section `model`, or the command that prints it."""
     tokenizer: RunTokenizer | None
     """None if the tokenizer is not known."""
     tokenizer_file: str
@@ -53,59 +55,63 @@ class Origin:
 
 
 def folder_origin(folder: Folder, key: str) -> Origin:
-    """Describes a folder of Hugging Face. Raises `ConfigError` if its files contradict each other."""
+    """Returns the description of a Hugging Face folder. Raises `ConfigError` if its files contradict each other."""
     where = str(folder.path / CONFIG)
     model = parse_config({"model": read_config(folder.config, where)}, where).model
-    folder.check_tied_head(build_family(model, model.vocab_size or 0))
+    vocab_size = model.vocab_size or 0
+    folder.check_tied_head(build_family(model, vocab_size))
     file = folder.path / TOKENIZER_FILE
-    rows = model.vocab_size or 0
-    tokenizer = (
-        tokenizer_of_file(file.read_text(encoding="utf-8"), rows) if file.is_file() else bytes_tokenizer(folder, rows)
-    )
+    if file.is_file():
+        tokenizer: RunTokenizer | None = tokenizer_of_file(file.read_text(encoding="utf-8"), vocab_size)
+        tokenizer_file = str(file)
+    else:
+        tokenizer = bytes_tokenizer(folder, vocab_size)
+        tokenizer_file = BYTES
     settings = f"python -m jaxmnt.convert settings {folder.path}"
-    return Origin(key, str(folder.path), model, settings, tokenizer, str(file) if file.is_file() else BYTES)
+    return Origin(key, str(folder.path), model, settings, tokenizer, tokenizer_file)
 
 
 def run_origin(source: str, checkpoint: Committed, key: str) -> Origin:
-    """Describes the run of the checkpoint that `source` names."""
+    """Returns the description of the run whose checkpoint `source` names."""
     model = checkpoint.config.model
     root = checkpoint.path.parent.parent
     try:
         tokenizer = tokenizer_of(source, checkpoint)
     except ConfigError:
-        # An old run that did not store its tokenizer, and whose data is not here.
+        # This is an old run that did not store its tokenizer, and its data is not here.
         tokenizer = None
-    file = str(root / "tokenizer" / TOKENIZER_FILE)
+    tokenizer_file = str(root / "tokenizer" / TOKENIZER_FILE)
     if tokenizer is not None and tokenizer.text is None:
-        file = tokenizer.name
-    return Origin(key, str(checkpoint.path), model, str(root / "config.yaml"), tokenizer, file)
+        tokenizer_file = tokenizer.name
+    return Origin(key, str(checkpoint.path), model, str(root / "config.yaml"), tokenizer, tokenizer_file)
 
 
 def check_compatible(origin: Origin, model: Model, tokenizer: RunTokenizer, intended: Sequence[str] = ()) -> list[str]:
     """Raises `ConfigError` if a run of this `model`, with data of this `tokenizer`, cannot begin with `origin`.
 
-    `intended` lists settings of the model, and `tokenizer`, that differ on purpose; each must differ. Returns remarks
-    for the user.
+    `intended` lists the settings of the model that differ on purpose, and `tokenizer` if it does. Each of these must
+    indeed differ. Returns remarks for the user.
     """
-    different = different_settings(origin.model, model)
-    changed = {key.partition(".")[0] for key in different}
+    different_keys = different_settings(origin.model, model)
+    changed_settings = {key.partition(".")[0] for key in different_keys}
     same_tokenizer = origin.tokenizer is None or same_vocabulary(origin.tokenizer, tokenizer)
-    _check_intended(origin, intended, model, changed | (set() if same_tokenizer else {_TOKENIZER}))
+    changes = changed_settings if same_tokenizer else changed_settings | {_TOKENIZER}
+    _check_intended(origin, intended, model, changes)
     if not same_tokenizer and _TOKENIZER not in intended:
         raise ConfigError(
             f"{origin.key}: the data was not made with the tokenizer of the model, {origin.tokenizer_file}, so its ids "
             f"mean other text; prepare it again with --tokenizer {origin.tokenizer_file}, or, if this is intended, set "
             f"{CHANGES_KEY}=[{', '.join([*intended, _TOKENIZER])}]"
         )
-    if unlisted := sorted(changed - set(intended)):
-        raise ConfigError(_other_model(origin, different, unlisted))
+    if unlisted := sorted(changed_settings - set(intended)):
+        raise ConfigError(_message_for_different_model(origin, different_keys, unlisted))
     if origin.tokenizer is None and tokenizer.text is not None:
         return [f"{origin.path} does not name its tokenizer, so the data's tokenizer was not compared with it"]
     return []
 
 
 def check_same_parameters(origin: Origin, checkpoint: Committed, model: Model) -> None:
-    """Raises `ConfigError` if the parameters of a checkpoint are not those of `model`, whose family may differ."""
+    """Raises `ConfigError` if a checkpoint does not have the parameters of `model`, which may be of another family."""
     if origin.model.family == model.family:
         return
     required = named({"params": define(build_family(model, model.vocab_size or 0)).abstract})
@@ -116,59 +122,61 @@ def check_same_parameters(origin: Origin, checkpoint: Committed, model: Model) -
     }
     if differing:
         raise ConfigError(
-            f"{origin.key}: the family {model.family} has other parameters than {origin.path}, of family "
-            f"{origin.model.family}: {min(differing)}; set model.family={origin.model.family}"
+            f"{origin.key}: the family {model.family} and {origin.path}, of the family {origin.model.family}, differ "
+            f"in the parameter {min(differing)}; set model.family={origin.model.family}"
         )
 
 
-def _check_intended(origin: Origin, intended: Sequence[str], model: Model, changed: set[str]) -> None:
+def _check_intended(origin: Origin, intended: Sequence[str], model: Model, changes: set[str]) -> None:
     """Raises `ConfigError` for intended changes that are impossible, unknown or not changes."""
-    settings = {key.partition(".")[0] for key in computed_settings(model)} - set(SIZES)
+    settings = {key.partition(".")[0] for key in explicit_settings(model)} - set(SHAPE_SETTINGS)
     allowed = [*sorted(settings), _TOKENIZER]
     for name in intended:
-        if name in SIZES:
+        if name in SHAPE_SETTINGS:
             raise ConfigError(
-                f"{CHANGES_KEY}: {name} decides the shapes of parameters, and must be that of {origin.path}"
+                f"{CHANGES_KEY}: {name} decides the shapes of parameters, so it must be the same as in {origin.path}"
             )
-        if name not in allowed and name not in changed:
+        if name not in allowed and name not in changes:
             raise ConfigError(
                 f"{CHANGES_KEY}: {printable(name)} is not a setting that can be listed; {nearest(name, allowed)}"
             )
-        if name not in changed:
+        if name not in changes:
             raise ConfigError(
                 f"{CHANGES_KEY}: {name} is the same in {origin.path}; set it in the config, or remove it here"
             )
 
 
-def _other_model(origin: Origin, different: list[str], unlisted: list[str]) -> str:
-    """Returns a message with the settings that make the model that of the origin."""
-    origin_settings = computed_settings(origin.model)
-    keys = [key for key in different if key in origin_settings and key.partition(".")[0] in unlisted]
+def _message_for_different_model(origin: Origin, different_keys: list[str], unlisted: list[str]) -> str:
+    """Returns the error message for a model that is not the origin's, with the settings that would make it the same."""
+    origin_settings = explicit_settings(origin.model)
+    keys = [key for key in different_keys if key in origin_settings and key.partition(".")[0] in unlisted]
     required = " ".join(f"model.{key}={_yaml(origin_settings[key])}" for key in keys)
     text = (
         f"{origin.key}: the model in {origin.path} differs from that of the config; set {required}, or take "
         f"the section model from: {origin.settings}"
     )
-    if set(unlisted) & set(SIZES):
+    if set(unlisted) & set(SHAPE_SETTINGS):
         return text
     return f"{text}; if the change is intended, set {CHANGES_KEY}=[{', '.join(unlisted)}]"
 
 
 def _yaml(value: object) -> str:
-    """Returns a value as YAML writes it."""
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    """Returns a value in the notation of YAML."""
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def computed_settings(model: Model) -> dict[str, Any]:
-    """Returns the settings that determine a model's function, by dotted key, with explicit defaults.
+def explicit_settings(model: Model) -> dict[str, Any]:
+    """Returns the settings that determine a model's function, by dotted key. Defaults are explicit.
 
     The model must be complete (`complete_model`). Raises `ConfigError` for an unknown family.
     """
     family = family_class(model.family)
-    settings = flatten_tree(model.model_dump(exclude={*_NOT_COMPARED, "rope_scaling"}))
+    settings = flatten_tree(model.model_dump(exclude={*_SETTINGS_WITHOUT_EFFECT, "rope_scaling"}))
     settings = {key: value for key, value in settings.items() if key not in OPTIONAL_SETTINGS or key in family.settings}
     if "max_positions" in family.settings:
-        # Learned positions, so no rotary ones.
+        # The family has learned positions and no rotary ones.
         del settings["rope_theta"]
     else:
         scaling = model.rope_scaling
@@ -189,14 +197,16 @@ def computed_settings(model: Model) -> dict[str, Any]:
 def different_settings(first: Model, second: Model) -> list[str]:
     """Returns the dotted keys, in order, of settings that make two models compute different functions.
 
-    Numbers are equal within a relative 10⁻⁶, because config.json stores some of them in another form.
+    Numbers count as equal if they differ by a relative 10⁻⁶ at most, because config.json stores some of them in another
+    form.
     """
-    settings = computed_settings(first)
-    others = computed_settings(second)
-    return sorted(key for key in settings.keys() | others.keys() if not _equal(settings.get(key), others.get(key)))
+    first_settings = explicit_settings(first)
+    second_settings = explicit_settings(second)
+    keys = first_settings.keys() | second_settings.keys()
+    return sorted(key for key in keys if not _are_equal(first_settings.get(key), second_settings.get(key)))
 
 
-def _equal(first: Any, second: Any) -> bool:
+def _are_equal(first: Any, second: Any) -> bool:
     if isinstance(first, float) or isinstance(second, float):
         return first is not None and second is not None and math.isclose(first, second, rel_tol=1e-6)
     return first == second
