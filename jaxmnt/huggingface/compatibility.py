@@ -1,5 +1,5 @@
 """Checks that a run can begin with the weights of another model. Both models must compute the same function, and ids
-must mean the same text in both."""
+must stand for the same text in both."""
 
 import math
 from collections.abc import Sequence
@@ -26,6 +26,7 @@ SCHEME = "hf:"
 CHANGES_KEY = "run.init_from_changes"
 """Key of the config that lists intended changes to the model."""
 _TOKENIZER = "tokenizer"
+"""Name of the tokenizer in that list."""
 
 _SETTINGS_WITHOUT_EFFECT = ("preset", "dropout", "attention", "overlap")
 """Settings without effect on the model's function, because they name a preset, regularise training, or choose how the
@@ -55,7 +56,7 @@ class Origin:
 
 
 def folder_origin(folder: Folder, key: str) -> Origin:
-    """Returns the description of a Hugging Face folder. Raises `ConfigError` if its files contradict each other."""
+    """Returns a Hugging Face folder as an origin. Raises `ConfigError` if its files contradict each other."""
     where = str(folder.path / CONFIG)
     model = parse_config({"model": read_config(folder.config, where)}, where).model
     vocab_size = model.vocab_size or 0
@@ -72,7 +73,7 @@ def folder_origin(folder: Folder, key: str) -> Origin:
 
 
 def run_origin(source: str, checkpoint: Committed, key: str) -> Origin:
-    """Returns the description of the run whose checkpoint `source` names."""
+    """Returns the run of the checkpoint that `source` names as an origin."""
     model = checkpoint.config.model
     root = checkpoint.path.parent.parent
     try:
@@ -100,8 +101,8 @@ def check_compatible(origin: Origin, model: Model, tokenizer: RunTokenizer, inte
     if not same_tokenizer and _TOKENIZER not in intended:
         raise ConfigError(
             f"{origin.key}: the data was not made with the tokenizer of the model, {origin.tokenizer_file}, so its ids "
-            f"mean other text; prepare it again with --tokenizer {origin.tokenizer_file}, or, if this is intended, set "
-            f"{CHANGES_KEY}=[{', '.join([*intended, _TOKENIZER])}]"
+            f"mean different text; prepare it again with --tokenizer {origin.tokenizer_file}, or, if this is intended, "
+            f"set {CHANGES_KEY}=[{', '.join([*intended, _TOKENIZER])}]"
         )
     if unlisted := sorted(changed_settings - set(intended)):
         raise ConfigError(_message_for_different_model(origin, different_keys, unlisted))
@@ -117,9 +118,9 @@ def check_same_parameters(origin: Origin, checkpoint: Committed, model: Model) -
     required = named({"params": define(build_family(model, model.vocab_size or 0)).abstract})
     arrays = checkpoint.manifest.arrays
     differing = {name for name in arrays if name.startswith("params/")} ^ required.keys()
-    differing |= {
-        name for name in required.keys() - differing if tuple(arrays[name].shape) != tuple(required[name].shape)
-    }
+    for name in required.keys() - differing:
+        if tuple(arrays[name].shape) != tuple(required[name].shape):
+            differing.add(name)
     if differing:
         raise ConfigError(
             f"{origin.key}: the family {model.family} and {origin.path}, of the family {origin.model.family}, differ "
@@ -128,7 +129,7 @@ def check_same_parameters(origin: Origin, checkpoint: Committed, model: Model) -
 
 
 def _check_intended(origin: Origin, intended: Sequence[str], model: Model, changes: set[str]) -> None:
-    """Raises `ConfigError` for intended changes that are impossible, unknown or not changes."""
+    """Raises `ConfigError` for intended changes that are impossible or unknown, or that change nothing."""
     settings = {key.partition(".")[0] for key in explicit_settings(model)} - set(SHAPE_SETTINGS)
     allowed = [*sorted(settings), _TOKENIZER]
     for name in intended:

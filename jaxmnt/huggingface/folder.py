@@ -135,7 +135,7 @@ class Folder:
         )
 
     def _have_equal_numbers(self, first: StoredTensor, second: StoredTensor) -> bool:
-        """Returns True if two matrices of the same shape have equal numbers. Only some of their rows are in memory at a
+        """Returns True if two matrices of the same shape have equal numbers. A limited number of rows is in memory at a
         time."""
         rows, columns = first.shape
         max_rows = max(1, _COMPARISON_SIZE // columns)

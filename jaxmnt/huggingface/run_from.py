@@ -43,8 +43,7 @@ def make_run(folder: Folder, out: Path, dtype: str, report_progress: Callable[[s
     """Writes a new run directory, and returns the path of its checkpoint.
 
     `dtype` is the dtype of the parameters, float32 or bfloat16. `report_progress` is called with the name of each
-    parameter.
-    Raises `ConfigError` if the folder has no known model, or if the directory exists.
+    parameter. Raises `ConfigError` if the folder has no known model, or if the directory exists.
     """
     if out.exists():
         raise ConfigError(f"{out} exists already; name a new folder")

@@ -60,11 +60,12 @@ class Part(NamedTuple):
 
 
 Parts = dict[str, list[Part]]
-"""Tensors of each parameter, such as layers.attention.query: one, or one for each layer of its stack."""
+"""Tensors of each parameter, by its name, such as layers.attention.query. A stack has one for each of its layers."""
 
 
 def parts_of(definition: Definition) -> Parts:
-    """Returns the tensors of each parameter, such as layers.attention.query: one, or one for each layer of its stack.
+    """Returns the tensors of each parameter, by its name, such as layers.attention.query. A stack has one for each of
+    its layers.
 
     Raises `ConfigError` for a family that Hugging Face does not have.
     """

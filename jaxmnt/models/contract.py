@@ -79,9 +79,9 @@ class LayerOutput(NamedTuple):
     """The output of a layer.
 
     `loss` and `sums` are this device's part of a sum over all devices, so they must cover only its own rows and its own
-    piece of the length. A number that all devices of the sequence have computed identically must be divided by
-    `collectives.share_of("sequence", …)`. Both must be additive over rows, because a layer may be called for half of a
-    microbatch's rows at a time (`model.overlap`).
+    piece of the length. If all devices of the sequence have computed the same number,
+    `collectives.share_of("sequence", …)` returns this device's share of it. Both must be additive over rows, because a
+    layer may be called for half of a microbatch's rows at a time (`model.overlap`).
     """
 
     x_BSD: Array
@@ -135,7 +135,7 @@ class Product(NamedTuple):
 
 
 class LayerCosts(NamedTuple):
-    """The products and the attention of a layer. FLOPs, the planner's time and its memory are derived from them."""
+    """The products and the attention of a layer. FLOPs and the planner's time and memory are computed from them."""
 
     products: tuple[Product, ...]
     attention: AttentionShape
@@ -147,7 +147,7 @@ class LayerCosts(NamedTuple):
 
     @property
     def used_parameters(self) -> float:
-        """The number of parameters that multiply a token, on average over tokens."""
+        """The number of parameters that multiply a token, averaged over tokens."""
         return sum(product.share * product.inputs * product.outputs for product in self.products)
 
 
@@ -207,9 +207,8 @@ class Family(ABC):
         biases multiplies every token, and attention has the shape `attention_shape(kind)`. A family whose tokens use
         only some of the weights overrides this method, for example by changing the `share` of the products."""
         layer = _abstract_layer(self, kind)
-        return LayerCosts(
-            products_of(_pure_dict(layer, nnx.Param), _logical_axes(layer, nnx.Param)), self.attention_shape(kind)
-        )
+        products = products_of(_pure_dict(layer, nnx.Param), _logical_axes(layer, nnx.Param))
+        return LayerCosts(products, self.attention_shape(kind))
 
     # The maths of these parts.
 
@@ -257,12 +256,12 @@ class Family(ABC):
         return {}
 
     def update_buffers(self, buffers: dict[str, Any], sums: dict[str, Any]) -> dict[str, Any]:
-        """Returns the buffers after a step, stacked like `sums`."""
+        """Returns the buffers after a step. Buffers and sums are stacked as in `metrics`."""
         return buffers
 
 
 def products_of(arrays: Params, axes: Params) -> tuple[Product, ...]:
-    """Returns a product for each parameter in `arrays` except scales and biases. `axes` has their logical axes.
+    """Returns a product for each parameter in `arrays` except scales and biases. `axes` has the logical axes of each.
 
     One side of a weight is the model's width (an axis of `GATHERED`). Tensor parallelism splits the other side if
     `RULES` split one of the weight's axes along the mesh axis that also splits the sequence. A weight without the

@@ -43,7 +43,7 @@ def is_cudnn_attention(primitive: Any, *_: Any, **__: Any) -> bool:
 
 
 def attend_whole_rows(options: ScoreOptions, q_BLHK: Array, k_BLGK: Array, v_BLGK: Array) -> Array:
-    """Returns causal attention [B, L, H, K]. A query sees its whole row up to itself, or the window's part of that."""
+    """Returns causal attention [B, L, H, K]. A query sees its row up to itself, or at most `options.window` tokens."""
     return jax.nn.dot_product_attention(  # no checkpoint name, because it would save a second array
         q_BLHK, k_BLGK, v_BLGK, is_causal=True, scale=options.scale, implementation="cudnn",
         local_window_size=None if options.window is None else (options.window - 1, 0),
@@ -67,7 +67,7 @@ class _Documents(NamedTuple):
     """The documents of all rows in order, followed by empty documents that complete the last possible call."""
 
     first_tokens: Array
-    """int32: the index of each document's first token, or T for an empty document; ends with one more T."""
+    """int32: the index of each document's first token (T for an empty document), and finally T."""
     document_of_token_T: Array
     """int32: the index of each token's document."""
     total: Array
