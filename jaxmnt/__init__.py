@@ -1,7 +1,7 @@
 """jaxmnt: multi-node language-model training in JAX and Flax.
 
 `load_config`, `train`, `load_run` and `load_rows` are the public interface (docs/api.ipynb). Importing this package
-imports no JAX and touches no device; using one of them imports what it needs.
+does not import JAX or touch a device. What one of these names needs is imported when the name is used.
 """
 
 import os
@@ -26,7 +26,8 @@ _PUBLIC_MODULES = {
 
 
 def _before_jax() -> None:
-    """Prepares the import of JAX as commands do: without a GPU the CPU is used, and the CUDA plugin does not warn."""
+    """Prepares the import of JAX as commands do, so that without a GPU the CPU is used and the CUDA plugin does not
+    warn."""
     if "jax" not in sys.modules:
         from jaxmnt.distributed import local_gpus, quiet_plugin
 
@@ -35,7 +36,7 @@ def _before_jax() -> None:
 
 
 def __dir__() -> list[str]:
-    """Returns the public names, which are imported when they are used."""
+    """Returns the public names, each of which is imported when it is used."""
     return ["__version__", *__all__]
 
 

@@ -5,15 +5,15 @@ from importlib import import_module
 
 from jaxmnt import __version__, early_signals
 from jaxmnt.commands import RUN_EXIT_CODES, exit_codes, run_command, wrapped
-from jaxmnt.errors import ConfigError, ExitCode, nearest
+from jaxmnt.errors import ConfigError, ExitCode, suggest
 
 COMMANDS = {
     "train": ("jaxmnt.train", "train a model"),
     "prepare": ("jaxmnt.prepare", "turn text into the shards that training reads"),
-    "data": ("jaxmnt.data.__main__", "show what a config feeds, and what was in a step's batch"),
+    "data": ("jaxmnt.data.__main__", "show the data that a config feeds to the model, and what was in a step's batch"),
     "checkpoint": ("jaxmnt.checkpoint.__main__", "list, verify, show, compare and export checkpoints"),
     "preflight": ("jaxmnt.preflight.__main__", "check the hosts of a run and the network between them"),
-    "plan": ("jaxmnt.plan.__main__", "find the best mesh for a run, what it takes and what it costs"),
+    "plan": ("jaxmnt.plan.__main__", "find the best mesh for a run, and what the run takes and costs"),
     "launch": ("jaxmnt.launch.__main__", "start the processes of a run"),
     "bench": ("jaxmnt.bench.__main__", "measure how a run scales over processes"),
     "drill": ("jaxmnt.drill.__main__", "inject the failures of a long run into a small version of its config"),
@@ -39,7 +39,7 @@ def _dispatch(arguments: list[str]) -> int:
         print(_help())
         return ExitCode.FINISHED
     if command not in COMMANDS:
-        raise ConfigError(f"unknown command {command!r}; {nearest(command, list(COMMANDS))}")
+        raise ConfigError(f"unknown command {command!r}; {suggest(command, list(COMMANDS))}")
     if command == "train":
         early_signals.remember()
     if not sys.flags.safe_path:
@@ -51,7 +51,7 @@ def _help() -> str:
     parts = [
         "usage: jaxmnt COMMAND …  (each also runs as python -m jaxmnt.COMMAND)\n       jaxmnt --version\n",
         *(f"  {name:<10}  {text}" for name, (_, text) in COMMANDS.items()),
-        "\njaxmnt COMMAND --help shows what a command takes, and its own exit codes.\n\n" + exit_codes(RUN_EXIT_CODES),
+        "\njaxmnt COMMAND --help shows a command's arguments and its own exit codes.\n\n" + exit_codes(RUN_EXIT_CODES),
     ]
     return wrapped("\n".join(parts))
 

@@ -59,10 +59,10 @@ class Run:
         return f"<jaxmnt.Run {self.config.run.dir} at step {self.step}>"
 
     def __call__(self, tokens: Any) -> Array:
-        """Returns the logits of the token after each one: float32 [B, L, ids] for int [B, L].
+        """Returns the logits for the token that follows each of `tokens`: float32 [B, L, ids] for int [B, L].
 
-        Each row is a separate document. Raises `ValueError` for tokens of another shape, for ids that the model does
-        not have, and for a number of rows that the devices of the mesh do not divide.
+        Each row is a separate document. Raises `ValueError` if the tokens have another shape, if the model does not
+        have one of the ids, or if the rows cannot be split evenly among the devices of the mesh that share a batch.
         """
         tokens_BL = np.asarray(tokens)
         shards = self._spec.placement.batch_shards
@@ -72,29 +72,30 @@ class Run:
             raise ValueError(f"tokens must be ids from 0 to {self._spec.data_vocab_size - 1}")
         if tokens_BL.size == 0 or tokens_BL.shape[0] % shards:
             raise ValueError(
-                f"the number of rows must be a positive multiple of {shards}, the devices that share them, not "
-                f"{tokens_BL.shape[0]}, and a row must have a token"
+                f"the number of rows must be a positive multiple of {shards} (the number of devices that share "
+                f"them), not {tokens_BL.shape[0]}, and each row must have at least one token"
             )
         sharding = self._spec.placement.sharding(("batch", "length"))
         return self._logits(self.params, self._buffers, jax.device_put(tokens_BL.astype(np.int32), sharding))
 
     def batch(self, step: int) -> dict[str, np.ndarray]:
-        """Returns the global batch of update `step` (from 1): tokens, targets, weights, segments, positions, each
-        [G, L].
+        """Returns the global batch of update `step` (counted from 1): tokens, targets, weights, segments and positions,
+        each [G, L].
 
         The batch is read from the run's data, which must be where the config says. Raises `ConfigError` if it is not,
-        and for steps that the run does not take itself: those before a branch belong to the run that it branched off.
+        or if the run does not take this step itself. The steps before a branch belong to the run that it branched off
+        from.
         """
-        first = self._branches[0].step + 1 if self._branches else 1
-        if not first <= step <= self.config.train.steps:
+        first_step = self._branches[0].step + 1 if self._branches else 1
+        if not first_step <= step <= self.config.train.steps:
             raise ConfigError(
-                f"step {step} is not one of this run's; give a number from {first} to {self.config.train.steps}"
+                f"step {step} is not one of this run's; give a number from {first_step} to {self.config.train.steps}"
             )
         return self._data.batch(step - 1, np.arange(self.config.data.global_batch_size))
 
     @functools.cached_property
     def _data(self) -> TrainingData:
-        """The run's training data. Relative paths start at the folder in which the run was started."""
+        """The run's training data. Relative paths are relative to the folder in which the run was started."""
         data = self.config.data
         resolve = lambda path: None if path is None else str(self._folder / path)
         sources = {
@@ -108,8 +109,8 @@ class Run:
         return np.asarray(self._tokenizer.open().encode_batch([text])[0], np.int32)
 
     def decode(self, ids: Any, context: Any = ()) -> str:
-        """Returns the text of ids. With the ids of a `context`, returns the text that they add to it, which may begin
-        with a blank."""
+        """Returns the text of `ids`. If the ids of a `context` are given, returns the text that `ids` add to it, which
+        may begin with a space."""
         return decode_after(self._tokenizer.open(), np.asarray(context), np.asarray(ids))
 
 
@@ -118,8 +119,8 @@ def load_rows(config: Config | str | Path, *, process: int = 0, processes: int =
 
     `config` may also be a run directory, whose `config.yaml` is read. The rows are shuffled, packed and mixed as in the
     run. Element *i* of `process` is a dict of arrays [L], and the processes take equal, consecutive shares of each
-    global batch. The dataset covers the whole run; for a branch, the steps from its own first one on. Raises
-    `ConfigError` for data that cannot be read, and for a number of processes that does not divide the batch.
+    global batch. The dataset covers the whole run; that of a branch begins with the branch's own first step.
+    Raises `ConfigError` if the data cannot be read, or if the batch cannot be split evenly among the processes.
     """
     if not isinstance(config, Config):
         config = read_config(Path(config))
@@ -143,12 +144,12 @@ def load_run(
     mesh: Mapping[str, int] | None = None,
     devices: Sequence[jax.Device] | None = None,
 ) -> Run:
-    """Loads the newest valid checkpoint of a run, or that of `step`, from a run directory or a gs:// address.
+    """Loads the newest valid checkpoint of a run, or the one of `step`, from a run directory or a gs:// address.
 
-    `mesh` maps axes to their sizes, such as {"fsdp": 4, "model": 2}, and uses as many of `devices` (default: this
-    process's) as it needs; without it the model is on one device. There is no pipeline, even if the run was trained
-    with one. The arrays are checked against their digests. Raises `ConfigError` for a run or step that does not exist
-    or a mesh that is not possible, and `DamagedError` for a checkpoint that differs from what was saved.
+    `mesh` maps axes to their sizes, such as {"fsdp": 4, "model": 2}, and uses as many of `devices` (default: those of
+    this process) as it needs. Without a mesh, the model is on one device. There is no pipeline, even if the run was
+    trained with one. The arrays are checked against their digests. Raises `ConfigError` if the run or step does not
+    exist or the mesh is not possible, and `DamagedError` for a checkpoint that differs from what was saved.
     """
     text = str(directory) if step is None else f"{directory}@{step}"
     checkpoint = find(text, "load_run")
@@ -158,7 +159,7 @@ def load_run(
     available = list(devices or jax.local_devices())
     needed = int(np.prod([size for size in sizes.sizes().values() if size > 0]))
     if needed > len(available):
-        raise ConfigError(f"mesh: it needs {needed} devices, and there are {len(available)}; make it smaller")
+        raise ConfigError(f"mesh: it needs {needed} devices, but there are {len(available)}; make it smaller")
     used = available if -1 in sizes.sizes().values() else available[:needed]
     spec, state = restore_model(checkpoint, config, tokenizer.vocab_size, sizes, used)
     folder = next(iter(start_folders(text, checkpoint, config)), Path.cwd())

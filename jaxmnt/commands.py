@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from jaxmnt.distributed import quiet_plugin
 from jaxmnt.errors import ConfigError, ExitCode, printable, remark, report, shortened
-from jaxmnt.output import checked, guard
+from jaxmnt.output import final_exit_code, guard
 
 LOCAL_EXIT_CODES: dict[ExitCode, str] = {
     ExitCode.FINISHED: "finished",
@@ -33,21 +33,21 @@ RUN_EXIT_CODES: dict[ExitCode, str] = {
 }
 """Exit codes of a command that runs a config in one or several processes."""
 
-_NARROWEST = 40
-"""Least number of columns that help is wrapped to."""
+_MIN_COLUMNS = 40
+"""Minimum number of columns that help is wrapped to."""
 
-_OWN_LINE = (" ", "usage: ", "python -m ")
+_SEPARATE_LINE_PREFIXES = (" ", "usage: ", "python -m ")
 """Beginnings of lines that are not part of a paragraph."""
 
-_DOTTED = re.compile(r"--?([a-z]\w*(?:\.\w+)+)(?:=(.*))?", re.DOTALL)
+_SETTING_WITH_DASHES = re.compile(r"--?([a-z]\w*(?:\.\w+)+)(?:=(.*))?", re.DOTALL)
 """A setting written with dashes, like an option."""
 
 
 class Parser(argparse.ArgumentParser):
     """The argument parser of all commands and subcommands.
 
-    Description and epilog are wrapped, except for lines that begin with a space. `codes` are the exit codes of the
-    command, which help lists.
+    The description and the epilog are wrapped, except for lines that begin with a space. The help text ends with the
+    exit codes of the command, `codes`.
     """
 
     def __init__(
@@ -59,11 +59,11 @@ class Parser(argparse.ArgumentParser):
         epilog: str = "",
         **rest: Any,
     ):
-        below = "\n\n".join(part for part in (epilog.strip("\n"), exit_codes(codes or {})) if part)
+        text_after_options = "\n\n".join(part for part in (epilog.strip("\n"), exit_codes(codes or {})) if part)
         super().__init__(
             prog,
             description=wrapped(description or ""),
-            epilog=wrapped(below),
+            epilog=wrapped(text_after_options),
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
             **rest,
@@ -71,13 +71,13 @@ class Parser(argparse.ArgumentParser):
         for name in (None, "store"):
             self.register("action", name, _StoreOnce)
         self.options_seen: set[str] = set()
-        """Options with one value that the current command line has set so far."""
+        """Destinations of the options with one value that have been parsed so far."""
         self.register("type", Path, lambda text: Path(path_argument(text)))
         self.add_argument("--debug", action="store_true", help="show a traceback with an error")
         self._takes_settings = False
 
     def add_settings(self) -> None:
-        """Adds key=value arguments, which are parsed as `overrides`."""
+        """Adds an argument for key=value settings, which are parsed into `overrides`."""
         self.add_argument("overrides", nargs="*", metavar="key=value", help="settings that override those of the file")
         self._takes_settings = True
 
@@ -105,7 +105,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class _StoreOnce(argparse.Action):
-    """Stores the value of an option, and refuses a second one: argparse itself silently keeps the last."""
+    """Stores the value of an option, and refuses a second one, because argparse itself would silently keep the last."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
@@ -119,7 +119,8 @@ class _StoreOnce(argparse.Action):
 
 
 def _note_replaced_settings(settings: Sequence[str]) -> None:
-    """Notes settings that later ones replace, for example where a script appends a user's settings to its own."""
+    """Shows a note for each setting that a later one replaces, such as when a script appends a user's settings to its
+    own."""
     values: dict[str, str] = {}
     for setting in settings:
         key, _, value = setting.partition("=")
@@ -129,14 +130,15 @@ def _note_replaced_settings(settings: Sequence[str]) -> None:
 
 
 def expect_separator(arguments: Sequence[str], example: str) -> None:
-    """Raises `ConfigError` if arguments of jaxmnt.train are among a launcher's own, which come before the `--`."""
+    """Raises `ConfigError` if a launcher's own arguments, which come before the `--`, include some of
+    jaxmnt.train's."""
     for argument in arguments:
         if argument == "--config" or argument.startswith("--config=") or re.match(r"[a-z]\w*(\.\w+)*=", argument):
             raise ConfigError(f"{argument}: the arguments of jaxmnt.train come after a lone --, such as: {example}")
 
 
 def path_argument(text: str) -> str:
-    """Returns the path of an option, with `~` expanded: bash does not expand it in `--output=~/a`."""
+    """Returns the path of an option, with `~` expanded, because bash does not expand it in `--output=~/a`."""
     from jaxmnt.config.load import expand_home
 
     if not text.startswith("~"):
@@ -148,16 +150,23 @@ def path_argument(text: str) -> str:
 
 
 def exit_codes(codes: Mapping[ExitCode, str]) -> str:
-    """Returns the section of a help text about exit codes."""
+    """Returns the section of a help text that lists the exit codes."""
     lines = [f"  {int(code):<4}{text}" for code, text in sorted(codes.items())]
     return "\n".join(["exit codes:", *lines]) if lines else ""
 
 
 def wrapped(text: str) -> str:
-    """Wraps the paragraphs of a text to the terminal. Lines that begin with a space, and commands, remain lines."""
+    """Wraps the paragraphs of a text to the terminal. Commands and lines that begin with a space stay separate
+    lines."""
     lines: list[str] = []
     for line in text.split("\n"):
-        if lines and lines[-1] and line and not lines[-1].startswith(_OWN_LINE) and not line.startswith(_OWN_LINE):
+        if (
+            lines
+            and lines[-1]
+            and line
+            and not lines[-1].startswith(_SEPARATE_LINE_PREFIXES)
+            and not line.startswith(_SEPARATE_LINE_PREFIXES)
+        ):
             lines[-1] += f" {line}"
         else:
             lines.append(line)
@@ -170,12 +179,12 @@ def fitted(text: str) -> str:
 
 
 def width() -> int:
-    """Returns the columns of the terminal, or of the variable COLUMNS."""
-    return max(_NARROWEST, shutil.get_terminal_size().columns)
+    """Returns the number of columns of the terminal, which the variable COLUMNS overrides; at least 40."""
+    return max(_MIN_COLUMNS, shutil.get_terminal_size().columns)
 
 
 def _fitted(line: str) -> list[str]:
-    """Wraps a line if it is too long. Continuation lines are indented to its second column, or as the line itself."""
+    """Wraps a line if it is too long. Continuation lines are indented to its second column, or like the line itself."""
     if len(line) <= width():
         return [line.rstrip()]
     if columns := re.match(r" *\S+ {2,}", line):
@@ -189,7 +198,7 @@ def _refuse_dashes(arguments: list[str]) -> None:
     """Raises `ConfigError` for a setting that is written like an option."""
     before_separator = arguments[: arguments.index("--")] if "--" in arguments else arguments
     for argument, following in zip(before_separator, [*before_separator, ""][1:], strict=True):
-        if match := _DOTTED.fullmatch(argument):
+        if match := _SETTING_WITH_DASHES.fullmatch(argument):
             key, value = match[1], match[2] or "VALUE"
             if match[2] is None and following and "=" not in following:
                 value = following
@@ -197,31 +206,31 @@ def _refuse_dashes(arguments: list[str]) -> None:
 
 
 def _as_setting(argument: str) -> str:
-    """Returns advice for an unknown option that is the name of a setting, or a usual name for one; else an empty
+    """Returns advice if an unknown option is the name of a setting, or a common synonym for one; otherwise an empty
     text."""
     from jaxmnt.config.explain import setting_for
 
     name, _, value = argument.lstrip("-").partition("=")
-    meant = setting_for(name.replace("-", "_"))
-    return f"settings have no dashes: write {meant.key}={value or 'VALUE'}" if meant else ""
+    setting = setting_for(name.replace("-", "_"))
+    return f"settings have no dashes: write {setting.key}={value or 'VALUE'}" if setting else ""
 
 
 def write_file(path: Path, text: str) -> None:
-    """Writes an output file of a command, whole or not at all. Raises `ConfigError` if it cannot be written there."""
+    """Writes an output file of a command, completely or not at all. Raises `ConfigError` if that is not possible."""
     from jaxmnt.storage import publish
 
     try:
         publish(path, text)
-    except (OSError, ValueError) as error:  # or a path without a name
-        why = getattr(error, "strerror", None) or error
-        raise ConfigError(f"{printable(str(path))} cannot be written: {why}; give another place") from error
+    except (OSError, ValueError) as error:  # ValueError for a path without a name
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{printable(str(path))} cannot be written: {reason}; give another path") from error
 
 
 def run_command(main: Callable[[list[str]], int]) -> NoReturn:
     """Runs a command's `main` and ends the process with its exit code, turning errors into messages.
 
-    `--debug` anywhere before a lone `--` among the arguments also shows the traceback of a `UserError`, and the message
-    of JAX's CUDA plugin about a missing driver.
+    With `--debug` anywhere in the arguments before a lone `--`, the traceback of a `UserError` is also shown, and so is
+    the message of JAX's CUDA plugin about a missing driver.
     """
     guard()
     arguments = sys.argv[1:]
@@ -229,4 +238,4 @@ def run_command(main: Callable[[list[str]], int]) -> NoReturn:
     debug = "--debug" in before_separator
     if not debug:
         quiet_plugin.install()
-    sys.exit(checked(report(lambda: main(arguments), debug=debug)))
+    sys.exit(final_exit_code(report(lambda: main(arguments), debug=debug)))

@@ -54,31 +54,31 @@ def _to_hf(options: argparse.Namespace, work: Work) -> int:
     from jaxmnt.huggingface.export import plan_export, write_export
 
     if options.file_gb <= 0:
-        raise ConfigError("--file-gb takes a number above 0")
-    process, processes = _place(options)
+        raise ConfigError("--file-gb must be above 0")
+    process, processes = _process_numbers(options)
     checkpoint = find(options.checkpoint, "checkpoint")
     files = companions.read_run_files(roots_of(options.checkpoint, checkpoint))
     try:
         tokenizer = tokenizer_of(options.checkpoint, checkpoint)
-    except ConfigError as error:  # an old run that did not keep its tokenizer, and whose data is not here
+    except ConfigError as error:  # an old run did not keep its tokenizer, and its data may not be on this machine
         tokenizer = None
         if TOKENIZER_FILE not in files:
             work.line(f"note    {options.output} has no tokenizer: {error}")
     export = plan_export(checkpoint, files, tokenizer, options.dtype, int(options.file_gb * 1e9))
     work.does("")
     if tokenizer is not None and tokenizer.name == BYTES:
-        print("note    the run's tokens are bytes, which need no tokenizer.json: config.json names them for from-hf")
+        print("note    the run's tokens are bytes, which need no tokenizer.json; config.json tells from-hf about them")
     if export.untrained_rows:
         rows = export.untrained_rows
-        print(f"note    {rows} rows of the vocabulary are left out: no id of the run's tokenizer has them")
-    done = write_export(export, options.output, process, processes, progress)
+        print(f"note    {rows} rows of the vocabulary are left out, because no id of the run's tokenizer has them")
+    is_complete = write_export(export, options.output, process, processes, progress)
     progress("")
-    if done:
+    if is_complete:
         count = len(export.files)
         contents = f"{count} file{'s' * (count > 1)} of {export.dtype.name}, {', '.join(sorted(export.companions))}"
         print(f"{options.output}: {contents}")
     else:
-        print(f"the share of process {process} of {processes} is written; {options.output} is there when all are")
+        print(f"the share of process {process} of {processes} is written; {options.output} appears when all shares are")
     return ExitCode.FINISHED
 
 
@@ -95,7 +95,7 @@ def _settings(options: argparse.Namespace, work: Work) -> int:
     return ExitCode.FINISHED
 
 
-def _place(options: argparse.Namespace) -> tuple[int, int]:
+def _process_numbers(options: argparse.Namespace) -> tuple[int, int]:
     """Returns the index of this process and the number of processes, from the arguments or from the launcher."""
     process, processes = options.process_id, options.processes
     if process is None and processes is None:
@@ -123,11 +123,13 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     to_hf = add("to-hf", "write a checkpoint as a Hugging Face model folder")
     to_hf.add_argument("checkpoint", metavar="RUN[@STEP]", help="run directory, or location of its checkpoints")
     to_hf.add_argument("output", type=Path, metavar="FOLDER", help="a new folder")
-    to_hf.add_argument("--dtype", choices=_DTYPES, help="default: dtype of the model that it came from, else float32")
+    to_hf.add_argument(
+        "--dtype", choices=_DTYPES, help="default: that of the model that the run came from, else float32"
+    )
     to_hf.add_argument("--file-gb", type=float, default=5.0, metavar="GB", help="gigabytes per file (5)")
     to_hf.add_argument("--processes", type=int, metavar="N", help="write in N processes, on one host or several")
     to_hf.add_argument("--process-id", type=int, metavar="I", help="index of this process (default: from the launcher)")
-    settings = add("settings", "print the model of a folder as the section model of a config")
+    settings = add("settings", "print the model of a folder as the model section of a config")
     settings.add_argument("folder", type=Path, metavar="FOLDER")
     return parser.parse_args(arguments)
 

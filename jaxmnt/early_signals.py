@@ -1,7 +1,7 @@
 """Handles stop signals during the first moments of a command, while Python still imports the code that handles them.
 
 They are recorded until a `StopRequest` takes over. Otherwise they would end the process with an exit code that reports
-a failure to the launcher; and PID 1 of a container has no default handlers, so there they would be lost.
+a failure to the launcher. As PID 1 of a container, which has no default handlers, the process would lose them.
 """
 
 import os
@@ -18,8 +18,8 @@ _received: list[int] = []
 
 
 def handle(handler: Callable[[int, FrameType | None], Any]) -> dict[int, Any]:
-    """Installs a handler for the signals that ask a program to stop, except ignored ones (as by nohup). Returns the
-    handlers that it replaces."""
+    """Installs a handler for the signals that ask a program to stop, except those that are ignored, for example because
+    of nohup. Returns the handlers that it replaces."""
     handled = [number for number in STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
     return {number: signal.signal(number, handler) for number in handled}
 
@@ -31,19 +31,20 @@ def restore(handlers: dict[int, Any]) -> None:
 
 
 def remember() -> None:
-    """Starts to record signals; a command does this first. A second signal ends the process at once."""
+    """Starts to record signals, which is the first thing that a command does. A second signal ends the process at
+    once."""
     _previous_handlers.update(handle(_record))
 
 
 def take_received() -> list[int]:
-    """Returns and clears the signals so far, for the caller to handle."""
+    """Returns the signals that were recorded so far, for the caller to handle, and clears the record."""
     received = list(_received)
     _received.clear()
     return received
 
 
 def release() -> None:
-    """Restores the earlier handlers, and raises again the signals that were recorded."""
+    """Restores the earlier handlers, and raises the recorded signals again."""
     restore(_previous_handlers)
     _previous_handlers.clear()
     for number in take_received():
@@ -51,7 +52,7 @@ def release() -> None:
 
 
 def ignore() -> None:
-    """Ignores stop signals from now on, when the exit code of this process is final."""
+    """Ignores stop signals from now on. Called once the exit code of this process is final."""
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 

@@ -12,12 +12,11 @@ from contextlib import suppress
 from enum import IntEnum
 from typing import Self
 
-_LONGEST_SHOWN = 80
-"""Limit of characters that are shown of an external text."""
+_MAX_SHOWN_CHARACTERS = 80
+"""Maximum number of characters of an external text that a message shows."""
 
-
-_FULL = (errno.ENOSPC, errno.EDQUOT)
-"""Error numbers of a full disk."""
+_DISK_FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT)
+"""Error numbers that mean that a disk or a quota is full."""
 
 
 class ExitCode(IntEnum):
@@ -52,12 +51,13 @@ class ConfigError(UserError):
 
 
 class UnreadableError(ConfigError):
-    """Something that the config names cannot be read. If the run has read it before, this may be temporary, see
-    `run/rundir.py`."""
+    """Something that the config names cannot be read. If the run has read it before, the failure may be
+    temporary (see `run/rundir.py`)."""
 
 
 class PreflightError(UserError):
-    """A host, or the network between hosts, does not meet the needs of a run. Without the named host it may."""
+    """A host, or the network between hosts, does not meet the requirements of a run. The run may work without that
+    host."""
 
     exit_code = ExitCode.PREFLIGHT
 
@@ -75,8 +75,9 @@ def closest(name: str, candidates: list[str]) -> str | None:
     return next(iter(difflib.get_close_matches(name, candidates, n=1, cutoff=0.6)), None)
 
 
-def nearest(name: str, candidates: list[str]) -> str:
-    """Returns a phrase that suggests the closest candidate, or lists all if none is close."""
+def suggest(name: str, candidates: list[str]) -> str:
+    """Returns a phrase for an error message about an unknown name. It suggests the most similar candidate, or lists all
+    candidates if none is similar."""
     close = closest(name, candidates)
     return f"did you mean {close}?" if close else f"known: {', '.join(candidates)}"
 
@@ -84,7 +85,7 @@ def nearest(name: str, candidates: list[str]) -> str:
 def printable(text: str) -> str:
     r"""Returns `text` with unprintable characters as escapes, such as \x1b and \n.
 
-    For names from files, the environment or the network, whose control characters a terminal would execute.
+    It is meant for names from files, the environment or the network, whose control characters a terminal would execute.
     """
     return "".join(
         character if character.isprintable() else character.encode("unicode_escape").decode() for character in text
@@ -92,28 +93,30 @@ def printable(text: str) -> str:
 
 
 def counted(number: int, singular: str, plural: str) -> str:
-    """Returns a number with the form of a noun that goes with it, such as 1 file and 2 files."""
+    """Returns a number followed by the singular or plural of a noun, such as 1 file or 2 files."""
     return f"{number:,} {singular if number == 1 else plural}"
 
 
-def listed(items: Sequence[object], most: int = 8) -> str:
-    """Joins the first items with commas, and says how many more there are."""
-    return ", ".join(map(str, items[:most])) + (f" and {len(items) - most} more" if len(items) > most else "")
+def listed(items: Sequence[object], limit: int = 8) -> str:
+    """Joins the first `limit` items with commas, and says how many more there are."""
+    rest = f" and {len(items) - limit} more" if len(items) > limit else ""
+    return ", ".join(map(str, items[:limit])) + rest
 
 
 def how_to_install(extra: str) -> str:
-    """Returns the command of the README that installs an extra of jaxmnt in a clone, to end an error message with."""
+    """Returns the end of an error message: how to install an extra of jaxmnt in a clone, with the README's command."""
     return f'install it with: pip install -c constraints.txt -e ".[{extra}]"'
 
 
 def shortened(text: str) -> str:
-    """Returns an external text in printable and limited form."""
-    shown = printable(text[:_LONGEST_SHOWN])
-    return shown + "…" if len(text) > _LONGEST_SHOWN else shown
+    """Returns the first 80 characters of an external text, with unprintable ones as escapes, and … if there are
+    more."""
+    start = printable(text[:_MAX_SHOWN_CHARACTERS])
+    return start + "…" if len(text) > _MAX_SHOWN_CHARACTERS else start
 
 
 def printable_lines(text: str) -> str:
-    """Returns a text of several lines from another process, with other control characters as escapes."""
+    """Returns the lines of a text from another process, with every unprintable character except line ends escaped."""
     return "\n".join(printable(line) for line in text.splitlines())
 
 
@@ -124,13 +127,13 @@ def remark(text: str) -> None:
 
 
 def _say(text: str) -> None:
-    """Writes a line to stderr. On a terminal it replaces a status line."""
+    """Writes a line to stderr. On a terminal, it replaces the status line."""
     erase = "\r\x1b[K" if sys.stderr.isatty() else ""
     print(f"{erase}jaxmnt: {text}", file=sys.stderr, flush=True)
 
 
 def error_of(code: int, text: str) -> UserError:
-    """Returns the error of this exit code that another process has reported."""
+    """Returns an error that another process has reported, from its exit code and its text."""
     kinds = {kind.exit_code: kind for kind in (ConfigError, PreflightError, PeerError)}
     return kinds.get(ExitCode(code), UserError)(printable_lines(text))
 
@@ -141,7 +144,7 @@ def code_of(error: BaseException) -> ExitCode:
 
 
 def summary(error: BaseException) -> str:
-    """Returns an error in one line: a `UserError` by its message, any other with its type."""
+    """Describes an error in one line: a `UserError` by its message alone, any other by its type and message."""
     lines = str(error).strip().splitlines()
     text = lines[0] if lines else ""
     if isinstance(error, UserError):
@@ -166,7 +169,7 @@ def report(action: Callable[[], int], *, debug: bool = False, where: str = "") -
     except KeyboardInterrupt:
         text = "interrupted"
     except Exception as error:
-        if not debug and isinstance(error, OSError) and error.errno in _FULL and error.filename:
+        if not debug and isinstance(error, OSError) and error.errno in _DISK_FULL_ERRORS and error.filename:
             text = f"error: {printable(str(error.filename))} cannot be written: {error.strerror}; make room"
         else:
             traceback.print_exc()

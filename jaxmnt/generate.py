@@ -1,10 +1,10 @@
 """python -m jaxmnt.generate --run RUN[@STEP] [--prompt TEXT | --input FILE]: continues text with a checkpoint of a run.
 
-RUN is a run directory, or the folder or gs:// address of checkpoint.dir; without STEP its newest whole checkpoint.
-Neither the data nor the folder that the run was started in are needed. FILE has JSON lines with "prompt", or with
+RUN is a run directory, or the folder or gs:// address of checkpoint.dir; without STEP, its newest valid checkpoint is
+used. Neither the data nor the folder in which the run was started is needed. FILE has JSON lines with "prompt", or with
 "messages" for --chat, to which "tools", "documents" and "chat_template_kwargs" may be added for the chat template. Each
-becomes a line with "text", "tokens" and "finish" (end, stop or length). A line that cannot be used becomes a line with
-"error", and the exit code is 2 at the end.
+becomes an output line with "text", "tokens" and "finish" (end, stop or length). A line that cannot be used becomes a
+line with "error", and the exit code at the end is 2.
 """
 
 import argparse
@@ -19,31 +19,39 @@ from jaxmnt.commands import LOCAL_EXIT_CODES, Parser, path_argument, run_command
 from jaxmnt.errors import ConfigError, ExitCode, counted
 from jaxmnt.strict_json import json_text
 from jaxmnt.telemetry.progress import Work, working
-from jaxmnt.trained_model import Refused, add_arguments, checked_size, exit_code_of, find_model, json_lines, load_for
+from jaxmnt.trained_model import (
+    RefusedLine,
+    add_arguments,
+    checked_size,
+    exit_code_of,
+    find_model,
+    json_lines,
+    load_for_lines,
+)
 
 if TYPE_CHECKING:
     from jaxmnt.trained_model import SelectedModel, TrainedModel, Vocabulary
     from jaxmnt.training.inference import Sampling
 
-_TOKENS = 200
-_SEEDS = 2**31
-_NOT_YET = "\ufffd"
+_DEFAULT_TOKENS = 200
+_SEED_LIMIT = 2**31
+_INCOMPLETE_CHARACTER = "\ufffd"
 """The character that a decoder shows for an incomplete UTF-8 sequence."""
 
 
 @dataclass
 class Request:
-    """A prompt, and the text generated for it."""
+    """A prompt, and the text that is generated for it."""
 
     ids: list[int]
     prompt: str
     """Text that is shown before the generated text; empty in a chat."""
     record: dict[str, Any]
     """The input line of the request."""
-    room: int
-    """Limit of tokens to generate."""
+    max_tokens: int
+    """Maximum number of tokens to generate."""
     stops: tuple[str, ...] = ()
-    """Stop strings, before which generation ends."""
+    """Strings before which generation ends."""
     tokens: list[int] = field(default_factory=list)
     text: str = ""
     finish: str | None = None
@@ -65,7 +73,7 @@ class Request:
         self.text = decode_after(vocabulary.tokenizer, self.ids, self.tokens)
         if positions := [position for stop in self.stops if (position := self.text.find(stop)) >= 0]:
             self.text, self.finish = self.text[: min(positions)], "stop"
-        elif len(self.tokens) == self.room:
+        elif len(self.tokens) == self.max_tokens:
             self.finish = "length"
 
 
@@ -74,28 +82,28 @@ def main(arguments: list[str]) -> int:
     _check(options)
 
     with working("starting") as work:
-        named = find_model(options.run, options.tokenizer)
-        loaded = load_for(named, _requests(options, named), options.overrides, work)
+        selected = find_model(options.run, options.tokenizer)
+        loaded = load_for_lines(selected, _requests(options, selected), options.overrides, work)
         if loaded is None:
             return ExitCode.FINISHED
         model, requests = loaded
         refused = 0
         for batch in _batches(requests, 1 if options.input is None else options.batch):
             _run(model, batch, options, work)
-            refused += sum(isinstance(request, Refused) for _, request in batch)
+            refused += sum(isinstance(request, RefusedLine) for _, request in batch)
     return exit_code_of(refused)
 
 
 def complete(
     model: "TrainedModel", batch: Sequence[tuple[int, Request]], sampling: "Sampling", show: Callable[[], None]
 ) -> None:
-    """Generates text for numbered requests until each has finished. Calls `show` after each token."""
+    """Generates text for numbered requests until all of them have finished. Calls `show` after each token."""
     import numpy as np
 
     prompts = [np.array(request.ids, np.int32) for _, request in batch]
     numbers = [number for number, _ in batch]
-    most = max(request.room for _, request in batch)
-    for tokens in model.generator.generate(model.weights, prompts, most, sampling, numbers):
+    max_tokens = max(request.max_tokens for _, request in batch)
+    for tokens in model.generator.generate(model.weights, prompts, max_tokens, sampling, numbers):
         for (_, request), token in zip(batch, tokens, strict=True):
             request.take(int(token), model.vocabulary)
         show()
@@ -104,9 +112,10 @@ def complete(
 
 
 def _run(
-    model: "TrainedModel", batch: list[tuple[int, Request | Refused]], options: argparse.Namespace, work: Work
+    model: "TrainedModel", batch: list[tuple[int, Request | RefusedLine]], options: argparse.Namespace, work: Work
 ) -> None:
-    """Generates for a batch, and shows the text as it grows, or with --input a line for each request at the end."""
+    """Generates text for a batch. Shows the text as it grows, or, with --input, one line for each request at the
+    end."""
     from jaxmnt.training.inference import Sampling
 
     sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
@@ -117,50 +126,50 @@ def _run(
 
         def show() -> None:
             work.does("")
-            shown[0] = _show(shown[0], first.prompt + _unstopped(first))
+            shown[0] = _show(shown[0], first.prompt + _final_text(first))
 
         work.does("compiling")
         complete(model, requests, sampling, show)
         print()
         return
     if requests:
-        longest = max(request.room for _, request in requests)
+        limit = max(request.max_tokens for _, request in requests)
 
-        def count() -> None:
-            work.done = f"token {max(len(request.tokens) for _, request in requests)} of {longest}"
+        def show_progress() -> None:
+            work.done = f"token {max(len(request.tokens) for _, request in requests)} of {limit}"
 
         work.does(f"generating for {counted(len(requests), 'line', 'lines')}")
-        complete(model, requests, sampling, count)
+        complete(model, requests, sampling, show_progress)
         work.does("")
     for _, request in batch:
         answer = request.to_json()
         print(json_text(answer, ensure_ascii=False), flush=True)
 
 
-def _unstopped(request: Request) -> str:
-    """Returns the part of the text that cannot change any more, without an incomplete character at its end and without
-    a possible beginning of a stop string."""
+def _final_text(request: Request) -> str:
+    """Returns the part of the text that cannot change any more. An incomplete character, or a possible beginning of a
+    stop string, at the end of the text is left out."""
     if request.finish:
         return request.text
-    text = request.text.rstrip(_NOT_YET)
-    with_start = (length for stop in request.stops for length in range(len(stop)) if text.endswith(stop[:length]))
-    return text[: len(text) - max(with_start, default=0)]
+    text = request.text.rstrip(_INCOMPLETE_CHARACTER)
+    possible_lengths = (length for stop in request.stops for length in range(len(stop)) if text.endswith(stop[:length]))
+    return text[: len(text) - max(possible_lengths, default=0)]
 
 
 def _show(shown: str, text: str) -> str:
-    """Prints the new part of the text, and returns what is shown. If the decoder has revised earlier text, prints
-    nothing."""
+    """Prints the part of `text` that follows `shown`, and returns all text that is shown now. Prints nothing if the
+    decoder has revised earlier text."""
     if text.startswith(shown):
         print(text[len(shown) :], end="", flush=True)
         return text
     return shown
 
 
-def _requests(options: argparse.Namespace, named: "SelectedModel") -> Iterator[Request | Refused]:
+def _requests(options: argparse.Namespace, selected: "SelectedModel") -> Iterator[Request | RefusedLine]:
     """Yields the requests, line by line."""
     if options.input is None:
-        return iter([_request(options, named, "--prompt", _record(options))])
-    return json_lines(options.input, lambda where, record: _request(options, named, where, record))
+        return iter([_request(options, selected, "--prompt", _record(options))])
+    return json_lines(options.input, lambda where, record: _request(options, selected, where, record))
 
 
 def _record(options: argparse.Namespace) -> dict[str, Any]:
@@ -171,10 +180,11 @@ def _record(options: argparse.Namespace) -> dict[str, Any]:
     return {"messages": [*system, {"role": "user", "content": options.prompt}]}
 
 
-def _request(options: argparse.Namespace, named: "SelectedModel", where: str, record: dict[str, Any]) -> Request:
-    vocabulary, prompt = named.vocabulary, ""
+def _request(options: argparse.Namespace, selected: "SelectedModel", where: str, record: dict[str, Any]) -> Request:
+    """Returns the request in an input line. Raises `ConfigError` if it is malformed or does not fit the window."""
+    vocabulary, prompt = selected.vocabulary, ""
     if options.chat:
-        text = named.render_chat(record.get("messages"), where, variables=_template_variables(record, where))
+        text = selected.render_chat(record.get("messages"), where, variables=_template_variables(record, where))
         ids = vocabulary.encode(text, markup=True, where=where)
     else:
         prompt = record.get("prompt", "")
@@ -183,24 +193,26 @@ def _request(options: argparse.Namespace, named: "SelectedModel", where: str, re
         ids = vocabulary.with_start(vocabulary.encode(prompt, where=where))
     if not ids:
         raise ConfigError(
-            f"{where}: empty; this run's data has no end-of-document id that could start a sample: give some text"
+            f"{where}: empty; this run's data has no end-of-document id that could start a sample, so give some text"
         )
-    room = named.window - len(ids)
+    room = selected.window - len(ids)
     if room < 1:
-        raise ConfigError(f"{where}: {len(ids)} tokens fill the model's window of {named.window}; shorten it")
-    requested = _TOKENS if options.tokens is None else options.tokens
+        raise ConfigError(
+            f"{where}: its {len(ids)} tokens fill the model's window of {selected.window}; shorten the text"
+        )
+    requested = _DEFAULT_TOKENS if options.tokens is None else options.tokens
     if options.tokens is not None and requested > room:
         print(
             f"note    --tokens: {requested} and the prompt's {len(ids)} are more than the model's window of "
-            f"{named.window} tokens; {room} are generated",
+            f"{selected.window} tokens; {room} are generated",
             file=sys.stderr,
         )
     return Request(ids, prompt, record, min(requested, room), tuple(options.stop))
 
 
 def _template_variables(record: dict[str, Any], where: str) -> dict[str, Any]:
-    """Returns the variables that a line passes to the chat template besides its messages. Raises `ConfigError` if they
-    are malformed."""
+    """Returns the variables that a line passes to the chat template in addition to its messages. Raises `ConfigError`
+    if they are malformed."""
     variables = {}
     for name in ("tools", "documents"):
         value = record.get(name)
@@ -209,16 +221,16 @@ def _template_variables(record: dict[str, Any], where: str) -> dict[str, Any]:
         if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
             raise ConfigError(f'{where}: "{name}" must be a list of objects')
         variables[name] = value
-    more = record.get("chat_template_kwargs")
-    if more is not None and not isinstance(more, dict):
+    extra = record.get("chat_template_kwargs")
+    if extra is not None and not isinstance(extra, dict):
         raise ConfigError(f'{where}: "chat_template_kwargs" must be an object')
-    for name in more or {}:
+    for name in extra or {}:
         if name in ("messages", "add_generation_prompt") or name in variables:
             raise ConfigError(f'{where}: "chat_template_kwargs" must not set {name}, which the line already sets')
-    return variables | (more or {})
+    return variables | (extra or {})
 
 
-def _batches(requests: Iterable[Request | Refused], size: int) -> Iterator[list[tuple[int, Request | Refused]]]:
+def _batches(requests: Iterable[Request | RefusedLine], size: int) -> Iterator[list[tuple[int, Request | RefusedLine]]]:
     """Yields batches of `size` numbered requests."""
     numbered = enumerate(requests)
     while batch := list(itertools.islice(numbered, size)):
@@ -230,12 +242,14 @@ def _check(options: argparse.Namespace) -> None:
     if options.tokens is not None:
         checked_size(options, "tokens")
     if not 0 <= options.temperature < math.inf:
-        raise ConfigError(f"--temperature: {options.temperature:g} is out of range; give a number from 0 up")
-    if not -_SEEDS <= options.seed < _SEEDS:
-        raise ConfigError(f"--seed: {options.seed} is out of range; give a number below {_SEEDS}")
+        raise ConfigError(f"--temperature: {options.temperature:g} is out of range; give a number of at least 0")
+    if not -_SEED_LIMIT <= options.seed < _SEED_LIMIT:
+        raise ConfigError(
+            f"--seed: {options.seed} is out of range; give a number from {-_SEED_LIMIT} to {_SEED_LIMIT - 1}"
+        )
     checked_size(options, "top_k", 0)
     if not 0 < options.top_p <= 1:
-        raise ConfigError("--top-p takes a number above 0, up to 1")
+        raise ConfigError(f"--top-p must be above 0 and at most 1, not {options.top_p:g}")
     if not all(options.stop):
         raise ConfigError("--stop: an empty text matches everywhere; give some text")
     if options.system and not options.chat:
@@ -247,16 +261,23 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     add_arguments(parser)
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--prompt", default="", help="text to continue (default: the start of a document)")
-    source.add_argument("--input", type=path_argument, metavar="FILE", help="JSON lines instead (-: standard input)")
+    source.add_argument("--input", type=path_argument, metavar="FILE", help="JSON lines of prompts (-: standard input)")
     parser.add_argument(
-        "--chat", action="store_true", help="the prompt is a user's turn, written by the chat template of the model"
+        "--chat", action="store_true", help="the prompt is a user's turn, formatted with the model's chat template"
     )
     parser.add_argument("--system", metavar="TEXT", help="with --chat: a system message before the prompt")
     parser.add_argument(
-        "--tokens", type=int, metavar="N", help=f"limit of new tokens ({_TOKENS}, or the rest of the window)"
+        "--tokens",
+        type=int,
+        metavar="N",
+        help=f"maximum of new tokens ({_DEFAULT_TOKENS}, or the rest of the window)",
     )
     parser.add_argument(
-        "--temperature", type=float, default=0.7, metavar="T", help="0: the likeliest token; 1: as trained (0.7)"
+        "--temperature",
+        type=float,
+        default=0.7,
+        metavar="T",
+        help="0: take the likeliest token; 1: sample as trained (0.7)",
     )
     parser.add_argument("--top-k", type=int, default=0, metavar="K", help="sample from the K likeliest tokens (0: all)")
     parser.add_argument(

@@ -1,7 +1,7 @@
 """python -m jaxmnt.lm_eval --run RUN[@STEP] --tasks NAME,…: runs tasks of EleutherAI's harness on a checkpoint.
 
 Needs the extra lm_eval. Tasks of your own are YAML files in --include FOLDER. The results are printed as a table, or as
-JSON. With --chat, conversations are written by the chat template of the model.
+JSON. With --chat, conversations are formatted with the model's chat template.
 """
 
 import argparse
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from jaxmnt.training.inference import Sampling
 
 _WHERE = "a request of the harness"
-_TOKENS = 256
-"""Limit of tokens of an answer if a task sets none."""
+_DEFAULT_TOKENS = 256
+"""Maximum number of tokens in an answer if a task does not set one."""
 
 
 def main(arguments: list[str]) -> int:
@@ -53,8 +53,8 @@ def main(arguments: list[str]) -> int:
 
 
 def _table(results: dict[str, dict[str, Any]]) -> Iterator[str]:
-    """Yields a line for each metric. The harness's own table would fork processes, which is unsafe beside JAX's
-    threads."""
+    """Yields a line for each metric. The harness's own table would fork processes, which is unsafe with
+    JAX's threads."""
     width = max(map(len, results))
     for task, metrics in sorted(results.items()):
         for name, value in sorted(metrics.items()):
@@ -70,8 +70,8 @@ def _table(results: dict[str, dict[str, Any]]) -> Iterator[str]:
 
 
 def adapter(selected: "SelectedModel", model: "TrainedModel", batch: int, *, chat: bool = False) -> Any:
-    """Returns the model in the interface of the harness. With `chat`, the harness writes conversations with the chat
-    template, which already contains the beginning of a text."""
+    """Returns the model as the harness's interface `LM`. With `chat`, the harness formats conversations with the chat
+    template, whose text already contains the tokens that begin a text."""
     from lm_eval.api.model import LM
     from lm_eval.utils import get_rolling_token_windows
 
@@ -80,8 +80,8 @@ def adapter(selected: "SelectedModel", model: "TrainedModel", batch: int, *, cha
         raise ConfigError("--run: the run's data has no token that begins or ends a text, which the harness needs")
 
     class Adapter(LM):
-        """The model for the harness. Requests are `Instance`s, with the `args` that the harness documents for each
-        method. As there, names of special tokens are encoded as these tokens."""
+        """The model as the harness calls it. Requests are `Instance`s, with the `args` that the harness documents for
+        each method. As in the harness, the names of special tokens are encoded as the tokens themselves."""
 
         def loglikelihood(self, requests: Sequence[Any], **_: Any) -> list[tuple[float, bool]]:
             """Returns the log-likelihood of each continuation, and whether each of its tokens was the likeliest."""
@@ -96,7 +96,8 @@ def adapter(selected: "SelectedModel", model: "TrainedModel", batch: int, *, cha
             return [(score.log_likelihood, score.greedy) for score in scores(model, score_requests, batch)]
 
         def loglikelihood_rolling(self, requests: Sequence[Any], **_: Any) -> list[float]:
-            """Returns the log-likelihood of each whole text, in the windows that the harness cuts."""
+            """Returns the log-likelihood of each complete text, computed in the windows into which the harness cuts
+            it."""
             pieces: list[tuple[int, ScoreRequest]] = []
             for index, request in enumerate(requests):
                 pairs = get_rolling_token_windows(
@@ -117,8 +118,8 @@ def adapter(selected: "SelectedModel", model: "TrainedModel", batch: int, *, cha
                 (number, *_generation_request(model, *instance.args, chat=chat))
                 for number, instance in enumerate(requests)
             ]
-            for sampling, some in _batches_by_sampling(numbered, batch):
-                complete(model, some, sampling, lambda: None)
+            for sampling, batch_requests in _batches_by_sampling(numbered, batch):
+                complete(model, batch_requests, sampling, lambda: None)
             return [request.text for _, request, _ in numbered]
 
         @property
@@ -134,22 +135,22 @@ def adapter(selected: "SelectedModel", model: "TrainedModel", batch: int, *, cha
 def _generation_request(
     model: "TrainedModel", context: str, settings: dict[str, Any], *, chat: bool
 ) -> "tuple[Request, Sampling]":
-    """Returns the request of a context, and its sampling parameters."""
+    """Returns the request for a context, and its sampling parameters."""
     from jaxmnt.training.inference import Sampling
 
-    until = settings.get("until") or ()
-    most = int(settings.get("max_gen_toks", _TOKENS))
-    if most >= model.window:
+    stops = settings.get("until") or ()
+    max_tokens = int(settings.get("max_gen_toks", _DEFAULT_TOKENS))
+    if max_tokens >= model.window:
         raise ConfigError(
-            f"--tasks: a task asks for {most} tokens, and the model's window of {model.window} must hold the question, "
-            "too; choose another task"
+            f"--tasks: a task asks for {max_tokens} tokens, and the model's window of {model.window} must hold the "
+            "question, too; choose another task"
         )
     ids = model.vocabulary.encode(context, markup=True, where=_WHERE)
     ids = ids if chat else model.vocabulary.with_start(ids)
-    ids = ids[-(model.window - most) :]  # the end of a context that is too long, as the harness does
+    ids = ids[-(model.window - max_tokens) :]  # like the harness, keeps the end of a context that is too long
     temperature = float(settings.get("temperature", 0.0)) if settings.get("do_sample") else 0.0
     sampling = Sampling(temperature, int(settings.get("top_k", 0)), float(settings.get("top_p", 1.0)))
-    return Request(ids, "", {}, most, (until,) if isinstance(until, str) else tuple(until)), sampling
+    return Request(ids, "", {}, max_tokens, (stops,) if isinstance(stops, str) else tuple(stops)), sampling
 
 
 def _batches_by_sampling(
@@ -159,10 +160,10 @@ def _batches_by_sampling(
     groups: dict[Any, list[tuple[int, Request]]] = {}
     for number, request, sampling in requests:
         groups.setdefault(sampling, []).append((number, request))
-    for sampling, same in groups.items():
-        same.sort(key=lambda numbered: len(numbered[1].ids))
-        for start in range(0, len(same), batch):
-            yield sampling, same[start : start + batch]
+    for sampling, group in groups.items():
+        group.sort(key=lambda numbered: len(numbered[1].ids))
+        for start in range(0, len(group), batch):
+            yield sampling, group[start : start + batch]
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
@@ -171,8 +172,8 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--tasks", required=True, metavar="NAME,…", help="tasks or groups of the harness to run")
     parser.add_argument("--include", type=Path, metavar="FOLDER", help="folder with tasks of your own")
     parser.add_argument("--shots", type=int, metavar="N", help="examples before each question (default: the task's)")
-    parser.add_argument("--limit", type=float, metavar="N", help="use only so many documents, or this share of them")
-    parser.add_argument("--chat", action="store_true", help="write conversations by the model's chat template")
+    parser.add_argument("--limit", type=float, metavar="N", help="use only N documents, or the fraction N of them")
+    parser.add_argument("--chat", action="store_true", help="format conversations with the model's chat template")
     parser.add_argument(
         "--bootstrap", type=int, default=1000, metavar="N", help="bootstrap samples for standard errors (1000)"
     )

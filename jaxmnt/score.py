@@ -1,9 +1,10 @@
 """python -m jaxmnt.score --run RUN[@STEP] --input FILE: computes log-likelihoods of texts with a checkpoint of a run.
 
-FILE has JSON lines with "text", or with "context" and "continuation"; then only the continuation is scored, with the
-blanks before it. Each becomes a line with "log_likelihood" (in nats), the number of scored "tokens", "bits_per_byte" of
-their text, and "greedy" (true if each token was the likeliest). A text longer than the model's window is scored in
-pieces, each token once. A line that cannot be scored becomes a line with "error", and the exit code is 2 at the end.
+FILE has JSON lines with "text", or with "context" and "continuation". In the latter case only the continuation is
+scored, together with the spaces before it. Each becomes an output line with "log_likelihood" (in nats), the number of
+scored "tokens", "bits_per_byte" of their text, and "greedy" (true if each token was the likeliest). A text that is
+longer than the model's window is scored in pieces, but each token only once. A line that cannot be scored becomes a
+line with "error", and the exit code at the end is 2.
 """
 
 import argparse
@@ -17,7 +18,15 @@ from jaxmnt.commands import LOCAL_EXIT_CODES, Parser, path_argument, run_command
 from jaxmnt.errors import ConfigError, ExitCode, counted
 from jaxmnt.strict_json import json_text
 from jaxmnt.telemetry.progress import working
-from jaxmnt.trained_model import Refused, add_arguments, checked_size, exit_code_of, find_model, json_lines, load_for
+from jaxmnt.trained_model import (
+    RefusedLine,
+    add_arguments,
+    checked_size,
+    exit_code_of,
+    find_model,
+    json_lines,
+    load_for_lines,
+)
 
 if TYPE_CHECKING:
     from jaxmnt.trained_model import TrainedModel, Vocabulary
@@ -25,14 +34,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ScoreRequest:
-    """Token ids of a text. Those from `begin` on are scored; the first one never is."""
+    """The token ids of a text, and which of them are scored."""
 
     ids: list[int]
     begin: int
+    """Index of the first id that is scored, at least 1, because nothing predicts the first token."""
 
 
 @dataclass(frozen=True)
 class Score:
+    """The score of a text. The names of its fields are those of the output."""
+
     log_likelihood: float
     tokens: int
     greedy: bool
@@ -43,21 +55,26 @@ def main(arguments: list[str]) -> int:
     checked_size(options, "batch")
 
     with working("starting") as work:
-        named = find_model(options.run, options.tokenizer)
-        lines = json_lines(options.input, lambda where, record: (record, request_of(named.vocabulary, record, where)))
-        loaded = load_for(named, lines, options.overrides, work)
+        selected = find_model(options.run, options.tokenizer)
+        parse = lambda where, record: (record, request_of(selected.vocabulary, record, where))
+        lines = json_lines(options.input, parse)
+        loaded = load_for_lines(selected, lines, options.overrides, work)
         if loaded is None:
             return ExitCode.FINISHED
         model, lines = loaded
         refused = 0
-        while some := list(itertools.islice(lines, 16 * options.batch)):
-            work.does(f"scoring {counted(len(some), 'line', 'lines')}")
-            requests = [line[1] for line in some if not isinstance(line, Refused)]
+        while next_lines := list(itertools.islice(lines, 16 * options.batch)):
+            work.does(f"scoring {counted(len(next_lines), 'line', 'lines')}")
+            requests = [line[1] for line in next_lines if not isinstance(line, RefusedLine)]
             line_scores = iter(scores(model, requests, options.batch))
             work.does("")
-            for line in some:
-                refused += isinstance(line, Refused)
-                answer = line.to_json() if isinstance(line, Refused) else line[0] | _shown(line[0], next(line_scores))
+            for line in next_lines:
+                if isinstance(line, RefusedLine):
+                    refused += 1
+                    answer = line.to_json()
+                else:
+                    record, _request = line
+                    answer = record | _score_fields(record, next(line_scores))
                 print(json_text(answer, ensure_ascii=False), flush=True)
     return exit_code_of(refused)
 
@@ -70,21 +87,22 @@ def request_of(vocabulary: "Vocabulary", record: dict[str, Any], where: str) -> 
     return continuation_of(vocabulary, context, continuation, where)
 
 
-def _shown(record: dict[str, Any], score: Score) -> dict[str, Any]:
-    """Returns the fields that are added to a line."""
+def _score_fields(record: dict[str, Any], score: Score) -> dict[str, Any]:
+    """Returns the fields that are added to an input line to make its output line."""
     text = _scored_text(*_parts(record))
     bits = -score.log_likelihood / math.log(2)
     return vars(score) | {"bits_per_byte": bits / len(text.encode(errors="replace"))}
 
 
 def _parts(record: dict[str, Any]) -> tuple[Any, Any]:
-    """Returns the context of a line, empty for a text without one, and the text to score after it."""
+    """Returns the context in a line, which is empty for a "text", and the text to score after it."""
     text = record.get("text")
     return ("", text) if isinstance(text, str) else (record.get("context"), record.get("continuation"))
 
 
 def _scored_text(context: str, continuation: str) -> str:
-    """Returns the text that is scored, with the blanks before it: tokenizers join blanks with the following word."""
+    """Returns the text that is scored. It includes the spaces before it, because tokenizers join them with the next
+    word."""
     return (context + continuation)[len(context.rstrip()) :]
 
 
@@ -98,33 +116,37 @@ def continuation_of(
     begins: bool = True,
     as_harness: bool = False,
 ) -> ScoreRequest:
-    """Returns the tokens of a context and its continuation, of which the continuation is scored.
+    """Returns a request with the tokens of a context and its continuation, of which the continuation is scored.
 
-    With `markup`, names of special tokens are encoded as these tokens; `begins` adds the beginning of a text, which the
-    context does not contain then. Both are encoded as one text. If the tokenizer joins them in a token, they are
-    encoded separately, so that the whole continuation is scored. The harness (`as_harness`) scores only the tokens
-    after the joined one; then they are encoded separately only if no token follows it.
+    With `markup`, the names of special tokens are encoded as the tokens themselves. `begins` adds the ids that begin a
+    text, unless the context already contains them. The context and the continuation are encoded as one text. If the
+    tokenizer joins parts of both in one token, they are encoded separately, so that the whole continuation is scored.
+    The harness (`as_harness`) scores only the tokens after the joined one, so for it they are encoded separately only
+    if no token follows that one.
     """
     if not continuation:
         raise ConfigError(f"{where}: the text to score is empty; give some text")
-    before = vocabulary.encode(context.rstrip(), markup=markup, where=where)
-    whole = vocabulary.encode(context + continuation, markup=markup, where=where)
-    if len(whole) <= len(before) or (whole[: len(before)] != before and not as_harness):
+    context_ids = vocabulary.encode(context.rstrip(), markup=markup, where=where)
+    text_ids = vocabulary.encode(context + continuation, markup=markup, where=where)
+    is_joined = text_ids[: len(context_ids)] != context_ids
+    if len(text_ids) <= len(context_ids) or (is_joined and not as_harness):
         rest = _scored_text(context, continuation)
-        whole = before + vocabulary.encode(rest, markup=markup, begins=not before, where=where)
-    if len(whole) == len(before):
-        raise ConfigError(f"{where}: the tokenizer makes no token of the text to score; give other text")
-    start = vocabulary.with_start([]) if not before else vocabulary.start if begins else []
-    ids, begin = start + whole, len(start) + len(before)
+        text_ids = context_ids + vocabulary.encode(rest, markup=markup, begins=not context_ids, where=where)
+    if len(text_ids) == len(context_ids):
+        raise ConfigError(f"{where}: the tokenizer makes no token of the text to score; give a different text")
+    start = vocabulary.start if begins else []
+    if not context_ids:
+        start = vocabulary.with_start([])
+    ids, begin = start + text_ids, len(start) + len(context_ids)
     if len(ids) < 2:
         raise ConfigError(
-            f"{where}: the text is one token, and no token can stand before it, so it has no score; give a context"
+            f"{where}: the text is one token, and no token can precede it, so it has no score; give a context"
         )
     return ScoreRequest(ids, max(1, begin))
 
 
 def scores(model: "TrainedModel", requests: Sequence[ScoreRequest], batch: int) -> list[Score]:
-    """Returns the score of each request, in their order. Rows of similar length are computed together."""
+    """Returns the score of each request, in the order of the requests. Rows of similar length are computed together."""
     import jax
     import numpy as np
 
@@ -140,30 +162,31 @@ def scores(model: "TrainedModel", requests: Sequence[ScoreRequest], batch: int) 
     rows = -(-batch // shards) * shards
     sharding = model.spec.placement.sharding(("batch", None))
     for start in range(0, len(pieces), rows):
-        some = pieces[start : start + rows]
-        width = rounded_length(max(len(piece.ids) - 1 for _, piece in some))
+        batch_pieces = pieces[start : start + rows]
+        width = rounded_length(max(len(piece.ids) - 1 for _, piece in batch_pieces))
         ids = np.zeros((rows, width + 1), np.int32)
-        for row, (_, piece) in zip(ids, some, strict=False):
+        for row, (_, piece) in zip(ids, batch_pieces, strict=False):
             row[: len(piece.ids)] = piece.ids
         put = lambda array: jax.device_put(np.ascontiguousarray(array), sharding)
         row_scores = jax.device_get(model.row_scores(put(ids[:, :-1]), put(ids[:, 1:])))
-        for (index, piece), log_p, best in zip(some, row_scores.log_p_BL, row_scores.likeliest_BL, strict=False):
+        row_results = zip(batch_pieces, row_scores.log_p_BL, row_scores.likeliest_BL, strict=False)
+        for (index, piece), log_p, likeliest in row_results:
             scored = slice(piece.begin - 1, len(piece.ids) - 1)
             total = totals[index]
             totals[index] = Score(
                 total.log_likelihood + float(np.sum(log_p[scored], dtype=np.float64)),
                 total.tokens + scored.stop - scored.start,
-                total.greedy and bool(best[scored].all()),
+                total.greedy and bool(likeliest[scored].all()),
             )
     return totals
 
 
 def windows(request: ScoreRequest, window: int) -> Iterator[ScoreRequest]:
-    """Yields pieces of at most `window` inputs that score each token of the request once. All but the first piece have
-    half of the window as context."""
+    """Yields pieces of at most `window` inputs that together score each token of the request once. In all pieces but
+    the first, half of the window is context."""
     begin, end = request.begin, len(request.ids)
     while begin < end:
-        if end - begin <= window:  # the last piece, with as much context as fits
+        if end - begin <= window:  # the last piece has as much context as fits
             first = max(0, end - window - 1)
         else:
             first = max(0, begin - 1 - (window // 2 if begin > request.begin else window - 1))

@@ -1,8 +1,9 @@
-"""Storage of checkpoints: a folder, or an address in Google Cloud Storage with the part of `pathlib` that is used here.
+"""Stores checkpoints in a folder or in Google Cloud Storage, whose addresses have the methods of `pathlib` used here.
 
-The functions below hide the differences between the two. An object appears whole or not at all, and can be created only
-if it does not exist, like a file; but there are no directories to rename, so a tree is copied and the original deleted.
-Failures of the bucket raise `UnreachableError`, or FileNotFoundError and FileExistsError as for files.
+The functions below hide the differences between the two. Like a file, an object in a bucket appears completely or not
+at all, and can be created only if it does not exist. But there are no directories that could be renamed, so a tree is
+copied and the original is deleted. Failures of the bucket raise `UnreachableError`, or FileNotFoundError and
+FileExistsError as with files.
 """
 
 import errno
@@ -24,7 +25,7 @@ from urllib.parse import quote
 from jaxmnt.errors import ConfigError, ExitCode, UserError, how_to_install
 
 SCHEME = "gs://"
-_CONNECTIONS = 10
+_MAX_CONNECTIONS = 10
 
 
 class UnreachableError(OSError, UserError):
@@ -154,24 +155,26 @@ def is_there(path: StoragePath) -> bool:
 
 
 def first_free(path: StoragePath, suffixes: Iterable[str]) -> StoragePath:
-    """Returns the path with the first of these suffixes for which nothing exists."""
-    return next(free for suffix in suffixes if not is_there(free := path.with_name(f"{path.name}{suffix}")))
+    """Appends each suffix to the path in turn, and returns the first result at which nothing exists."""
+    candidates = (path.with_name(f"{path.name}{suffix}") for suffix in suffixes)
+    return next(candidate for candidate in candidates if not is_there(candidate))
 
 
-def files(path: StoragePath) -> dict[str, int]:
-    """Returns the bytes of all files below a path, by relative name, sorted; empty if the path does not exist. Links
-    are not followed."""
+def file_sizes(path: StoragePath) -> dict[str, int]:
+    """Returns the size in bytes of each file below a path, by its relative name, sorted. The result is empty if the
+    path does not exist. Links are not followed."""
     if isinstance(path, Path):
-        return dict(sorted(_sizes(path)))
+        return dict(sorted(_walk_sizes(path)))
     with _storage_errors(path):
         prefix = f"{path._key}/"
         return {blob.name.removeprefix(prefix): blob.size for blob in path._blobs() if not blob.name.endswith("/")}
 
 
-def sizes(path: StoragePath, names: Iterable[str]) -> dict[str, int]:
-    """Returns the bytes of those of these files below a path that exist. Links are followed."""
+def sizes_of(path: StoragePath, names: Iterable[str]) -> dict[str, int]:
+    """Returns the size in bytes of each named file below a path; files that do not exist are left out. Links are
+    followed."""
     if not isinstance(path, Path):
-        all_sizes = files(path)
+        all_sizes = file_sizes(path)
         return {name: all_sizes[name] for name in names if name in all_sizes}
     present = {}
     for name in names:
@@ -185,7 +188,8 @@ NO_FILE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EINVAL, errno.ELOOP,
 
 
 def read(path: StoragePath) -> bytes:
-    """Returns the content of a file. Raises `OSError` with its name, also for a pipe or the like, which could block."""
+    """Returns the content of a file. Raises `OSError` with its name, also for a pipe or a device, since reading
+    one could block."""
     if isinstance(path, Address):
         return path.read_bytes()
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
@@ -202,14 +206,16 @@ def read(path: StoragePath) -> bytes:
 
 
 def read_all(path: StoragePath, names: Iterable[str]) -> dict[str, bytes]:
-    """Returns the contents of small files below a path; from an address, reads several at a time."""
+    """Returns the contents of small files below a path. From a bucket, several are read at a time."""
     if isinstance(path, Path):
         return {name: read(path / name) for name in names}
-    with ThreadPoolExecutor(_CONNECTIONS) as pool:
+    with ThreadPoolExecutor(_MAX_CONNECTIONS) as pool:
         return dict(pool.map(lambda name: (name, (path / name).read_bytes()), names))
 
 
-def _sizes(path: Path) -> Iterator[tuple[str, int]]:
+def _walk_sizes(path: Path) -> Iterator[tuple[str, int]]:
+    """Yields the relative name and the size in bytes of each file below a folder."""
+
     def refuse(error: OSError) -> None:
         if not isinstance(error, FileNotFoundError):
             raise error  # a folder that cannot be listed is not missing
@@ -227,12 +233,12 @@ def json_digest(tree: Any) -> str:
 
 
 def publish(path: StoragePath, text: str) -> None:
-    """Writes a text file whole or not at all."""
+    """Writes a text file completely or not at all."""
     publish_bytes(path, text.encode())
 
 
 def publish_bytes(path: StoragePath, content: bytes) -> None:
-    """Writes a file whole or not at all."""
+    """Writes a file completely or not at all."""
     if isinstance(path, Address):
         return path.write_bytes(content)
     temporary = path.with_name(f".{path.name}.tmp")  # a fixed name, so that kills leave at most one such file
@@ -247,7 +253,7 @@ def publish_bytes(path: StoragePath, content: bytes) -> None:
 
 
 def write_new(path: Path, content: bytes, mode: int = 0o666) -> None:
-    """Creates a file and flushes it to disk. A file that could not be written whole is removed again.
+    """Creates a file and flushes it to disk. A file that could not be written completely is removed again.
 
     Raises `OSError` with the file's name, and FileExistsError if the file exists.
     """
@@ -279,8 +285,8 @@ def create(path: StoragePath, text: str) -> bool:
 
 
 def remove_if(path: StoragePath, text: str) -> bool:
-    """Removes a file if it holds exactly this text, and never one that another process has put there meanwhile. Returns
-    True if it has removed the file."""
+    """Removes a file if it holds exactly this text, but never a file that another process has put in its place
+    meanwhile. Returns True if the file was removed."""
     content = text.encode(errors="surrogateescape")
     with suppress(FileNotFoundError, FileExistsError):
         if isinstance(path, Address):
@@ -293,20 +299,21 @@ def remove_if(path: StoragePath, text: str) -> bool:
                 return True
         if read(path) != content:
             return False
-        # Moved aside and read again: the file may have been replaced since.
-        aside = path.with_name(f".{path.name}.{os.urandom(4).hex()}")
-        path.rename(aside)
-        if aside.read_bytes() == content:
-            aside.unlink()
+        # The file is renamed and read again, because it may have been replaced since.
+        renamed = path.with_name(f".{path.name}.{os.urandom(4).hex()}")
+        path.rename(renamed)
+        if renamed.read_bytes() == content:
+            renamed.unlink()
             return True
         with suppress(FileExistsError):
-            os.link(aside, path)
-        aside.unlink()
+            os.link(renamed, path)
+        renamed.unlink()
     return False
 
 
 def move(path: StoragePath, target: StoragePath) -> None:
-    """Renames a file or a tree. If it is interrupted at an address, both may exist, and one of them is complete."""
+    """Renames a file or a tree. If it is interrupted in a bucket, both may exist, but one of them is
+    complete."""
     if isinstance(path, Path):
         assert isinstance(target, Path)
         path.rename(target)
@@ -318,7 +325,7 @@ def move(path: StoragePath, target: StoragePath) -> None:
 
     def copy(blob: Any) -> None:
         new_blob, token = bucket.blob(target._key + blob.name.removeprefix(path._key)), ""
-        with suppress(PreconditionFailed):  # it exists: the answer to an earlier request was lost
+        with suppress(PreconditionFailed):  # the object exists if the answer to an earlier request was lost
             while token is not None:
                 token, *_ = new_blob.rewrite(blob, token=token or None, if_generation_match=0)
 
@@ -329,7 +336,7 @@ def move(path: StoragePath, target: StoragePath) -> None:
 
 
 def remove(path: StoragePath) -> None:
-    """Removes a tree if it exists. Raises `OSError` for a link: nothing is removed through a link."""
+    """Removes a tree if it exists. Raises `OSError` for a link, because nothing may be removed through a link."""
     if isinstance(path, Address):
         with _storage_errors(path):
             _for_each(_delete, path._blobs())
@@ -342,13 +349,13 @@ def remove(path: StoragePath) -> None:
 def _delete(blob: Any) -> None:
     from google.api_core.exceptions import NotFound
 
-    with suppress(NotFound):  # it is gone: the answer to an earlier request was lost
+    with suppress(NotFound):  # the object is gone if the answer to an earlier request was lost
         blob.delete()
 
 
 def _for_each(action: Callable[[Any], None], blobs: list[Any]) -> None:
     """Calls `action` for all blobs, several at a time."""
-    with ThreadPoolExecutor(_CONNECTIONS) as pool:
+    with ThreadPoolExecutor(_MAX_CONNECTIONS) as pool:
         list(pool.map(action, blobs))
 
 

@@ -6,8 +6,8 @@ from typing import Any
 
 
 def json_text(value: Any, **options: Any) -> str:
-    """Returns `value` as JSON. All JSON of this package for other programs is written here; `options` are those of
-    `json.dumps`."""
+    """Returns `value` as JSON. All JSON that this package writes for other programs comes from here. `options` are
+    passed to `json.dumps`."""
     return json.dumps(finite(value), allow_nan=False, **options)
 
 

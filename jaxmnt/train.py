@@ -59,7 +59,7 @@ def meet_and_train(
 ) -> int:
     """Joins the other processes of the run and trains with them, or repeats steps for `--replay`.
 
-    The display of `work` ends when the run has its own status line.
+    The display of `work` ends when the run shows its own status line.
     """
     from jaxmnt.distributed.heartbeat import ending_on_exceptions_in_threads
     from jaxmnt.distributed.process_group import joined
@@ -109,10 +109,10 @@ def meet_and_train(
 def train(
     config: Config, devices: "Sequence[jax.Device] | None" = None, *, accept_changes: bool = False, fresh: bool = False
 ) -> int:
-    """Trains by `config` in this process, on `devices` (default: all), and returns an exit code.
+    """Trains with `config` in this process, on `devices` (default: all), and returns an exit code.
 
-    `accept_changes` resumes a run although its config now changes the numerics; `fresh` sets the existing run aside and
-    begins a new one.
+    `accept_changes` resumes a run even if its config has changed in a way that changes the numerics. `fresh` sets the
+    existing run aside and begins a new one.
     """
     from jaxmnt.run.resume import ResumeFlags
     from jaxmnt.run.values import run_process
@@ -122,19 +122,19 @@ def train(
         return train_in(process, ResumeFlags(accept_changes, fresh))
 
 
-class _Callable(ModuleType):
+class _CallableModule(ModuleType):
     """Makes this module callable: `jaxmnt.train` is both the module and the function of the public API."""
 
     def __call__(self, config: Config, *, accept_changes: bool = False, fresh: bool = False) -> int:
         """Trains in this process, on all its devices, and returns an exit code: 0 finished, 75 stopped early.
 
-        Resumes the run in `run.dir` if there is one; the arguments are those of the command. Raises `ConfigError` for
-        a config that cannot work, and other `UserError`s for other failures.
+        Resumes the run in `run.dir` if there is one. The arguments mean the same as the options of the command. Raises
+        `ConfigError` for a config that cannot work, and other subclasses of `UserError` for other failures.
         """
         return train(config, accept_changes=accept_changes, fresh=fresh)
 
 
-sys.modules[__name__].__class__ = _Callable
+sys.modules[__name__].__class__ = _CallableModule
 
 
 def command(arguments: list[str]) -> int:

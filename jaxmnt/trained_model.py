@@ -48,8 +48,8 @@ class Vocabulary:
     def encode(self, text: str, *, markup: bool = False, begins: bool = True, where: str = "--prompt") -> list[int]:
         """Returns the ids of a text, without `start`.
 
-        With `markup`, names of special tokens are encoded as these tokens. `begins` means that no other text precedes
-        this one.
+        With `markup`, the names of special tokens are encoded as the tokens themselves. `begins` means that no other
+        text precedes this one.
         """
         from jaxmnt.data.tokenizer import Form
 
@@ -57,19 +57,19 @@ class Vocabulary:
         ids: list[int] = self.tokenizer.encode_batch([text], Form(markup, begins))[0].tolist()
         if ids and max(ids) >= self.size:
             raise ConfigError(
-                f"--tokenizer: it makes id {max(ids)} of {where}, and the run has ids below {self.size}; give the one "
-                "that made its tokens"
+                f"--tokenizer: it encodes {where} with id {max(ids)}, but the run has only ids below {self.size}; "
+                "give the tokenizer that made its tokens"
             )
         return ids
 
     def with_start(self, ids: list[int]) -> list[int]:
-        """Returns the ids of a text with the ids that precede it; empty only if the text is, and there are none."""
+        """Returns the ids of a text after the ids that precede it. The result is empty only if neither has any ids."""
         return self.start + ids or ([] if self.end is None else [self.end])
 
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """A model that can be called. Its programs are compiled once for all batches of similar sizes."""
+    """A model on local devices. Its programs are compiled once for all batches of similar sizes."""
 
     spec: "StepSpec"
     generator: "Generator"
@@ -77,11 +77,11 @@ class TrainedModel:
     """Parameters and buffers, in the form that the generator takes."""
     vocabulary: Vocabulary
     window: int
-    """Tokens of the longest text that the model was trained on."""
+    """Number of tokens in the longest text that the model was trained on."""
 
     @functools.cached_property
     def row_scores(self) -> Any:
-        """`inference.row_scores` of this model, compiled."""
+        """The compiled function `inference.row_scores` for this model."""
         import jax
 
         from jaxmnt.training.inference import row_scores
@@ -100,7 +100,7 @@ class SelectedModel:
 
     @property
     def window(self) -> int:
-        """Tokens of the longest text that the model was trained on."""
+        """Number of tokens in the longest text that the model was trained on."""
         return self.config.data.sequence_length
 
     def load(self, overrides: Sequence[str]) -> TrainedModel:
@@ -119,7 +119,8 @@ class SelectedModel:
     def render_chat(
         self, messages: Any, where: str, begins_turn: bool = True, variables: Mapping[str, Any] | None = None
     ) -> str:
-        """Returns the text of a conversation by the chat template of the model, with these additional `variables`."""
+        """Returns the text that the model's chat template makes of a conversation. `variables` are passed to the
+        template in addition."""
         from jaxmnt.data.chat_template import chat_template, reads, render, special_tokens
 
         template = chat_template(self.files)
@@ -139,8 +140,8 @@ class SelectedModel:
 def restore_model(
     checkpoint: "Committed", config: "Config", vocab_size: int, mesh: "Mesh", devices: "Sequence[jax.Device]"
 ) -> "tuple[StepSpec, dict[str, Any]]":
-    """Loads the model of a checkpoint, for data with `vocab_size` ids, onto a mesh of these devices. Returns its static
-    specification, and its state: parameters and buffers."""
+    """Loads a checkpoint's model, for data with `vocab_size` ids, onto a mesh of these devices. Returns its static
+    specification and its state (parameters and buffers)."""
     from jaxmnt.checkpoint.manifest import DamagedError
     from jaxmnt.checkpoint.restore import restore
     from jaxmnt.distributed.identity import Identity
@@ -159,7 +160,7 @@ def restore_model(
 
 
 def add_arguments(parser: Parser) -> None:
-    """Adds the arguments that these commands share."""
+    """Adds the arguments that generate, score and lm_eval share."""
     parser.add_argument(
         "--run", type=path_argument, required=True, metavar="RUN[@STEP]", help="run directory (run.dir)"
     )
@@ -167,19 +168,20 @@ def add_arguments(parser: Parser) -> None:
         "--tokenizer",
         type=path_argument,
         metavar="PATH",
-        help="tokenizer of a run on token arrays: bytes, or the tokenizer.json that made them",
+        help="tokenizer of a run that was trained on token arrays: bytes, or the tokenizer.json that made them",
     )
-    parser.add_argument("--batch", type=int, default=8, metavar="N", help="rows in a batch (8)")
+    parser.add_argument("--batch", type=int, default=8, metavar="N", help="number of rows in a batch (8)")
     parser.add_argument(
         "overrides", nargs="*", metavar="mesh.AXIS=N", help="mesh of the local devices; default: all on mesh.model"
     )
 
 
 def find_model(run: str, tokenizer: str | None) -> SelectedModel:
-    """Finds the model of `--run` and `--tokenizer`. Raises `ConfigError` if its checkpoint or vocabulary is missing."""
+    """Finds the model that `--run` and `--tokenizer` name. Raises `ConfigError` if its checkpoint or vocabulary is
+    missing."""
     from jaxmnt.distributed.local_gpus import default_to_cpu
 
-    default_to_cpu(os.environ)  # before what imports JAX
+    default_to_cpu(os.environ)  # must come before anything that imports JAX
     from jaxmnt.checkpoint.refs import find, roots_of
     from jaxmnt.huggingface import companions
 
@@ -189,8 +191,8 @@ def find_model(run: str, tokenizer: str | None) -> SelectedModel:
 
 
 def _vocabulary(run: str, tokenizer: str | None, checkpoint: "Committed", files: dict[str, bytes]) -> Vocabulary:
-    """Returns the vocabulary of a run. `files` came with the model if it is from Hugging Face, and may name tokens that
-    end a text."""
+    """Returns the vocabulary of a run. `files` are those that came with a model from Hugging Face; they may name tokens
+    that end a text."""
     from jaxmnt.data.tokenizer import HuggingFace
 
     opened, tokenizer_size, end = _tokenizer(run, tokenizer, checkpoint)
@@ -198,78 +200,79 @@ def _vocabulary(run: str, tokenizer: str | None, checkpoint: "Committed", files:
     assert model_size is not None
     size = min(tokenizer_size, model_size)  # a tokenizer may have more ids than the model, as for Gemma 3
     start = [] if end is None else [end]
-    ends = {*start, *(id for id in _ends_of(files) if id < size)}
+    ends = {*start, *(id for id in _end_ids(files) if id < size)}
     # An imported model that was not trained further expects the beginning of a text that its own tokenizer adds.
     if files and checkpoint.manifest.tokens == 0 and isinstance(opened, HuggingFace):
         start = opened.start
     return Vocabulary(opened, size, start, end, frozenset(ends))
 
 
-class Refused(NamedTuple):
-    """A JSON line that cannot be used, with the reason."""
+class RefusedLine(NamedTuple):
+    """An input line that cannot be used, with the reason."""
 
     record: dict[str, Any]
-    """The object of the line; empty if it is not an object."""
+    """The JSON object in the line; empty if the line does not hold one."""
     error: str
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the output line for it."""
+        """Returns the output line that reports the refusal."""
         return self.record | {"error": self.error}
 
 
-def load_for(
-    named: SelectedModel, lines: Iterator[T], overrides: Sequence[str], work: "Work"
+def load_for_lines(
+    selected: SelectedModel, lines: Iterator[T], overrides: Sequence[str], work: "Work"
 ) -> "tuple[TrainedModel, Iterator[T]] | None":
-    """Reads the first line before it loads the model, which is not needed without any line.
+    """Loads the model once there is a first line, because the model is not needed without one.
 
-    Returns the model and all lines; None if there are no lines.
+    Returns the model and all lines, or None if there are no lines.
     """
     work.does("")  # the user may be typing the input now
     first = next(lines, None)
     if first is None:
         return None
     work.does("reading the checkpoint")
-    model = named.load(overrides)
+    model = selected.load(overrides)
     work.does("")
     return model, itertools.chain([first], lines)
 
 
-def json_lines(path: str, use: Callable[[str, dict[str, Any]], T]) -> Iterator[T | Refused]:
-    """Yields the result of `use` for each object in a file of JSON lines, or in standard input (-) as they arrive.
+def json_lines(path: str, parse: Callable[[str, dict[str, Any]], T]) -> Iterator[T | RefusedLine]:
+    """Yields the result of `parse` for each line of a file of JSON objects, or of standard input (-) as lines arrive.
 
-    `use` gets the location of the line for messages. If it raises a `ConfigError` that begins with that location, the
-    line is refused and the others are still processed.
+    `parse` gets the location of the line, for messages, and its object. If it raises a `ConfigError` that begins with
+    that location, the line is refused, but the others are still processed.
     """
     name = "standard input" if path == "-" else path
     try:
         with nullcontext(sys.stdin) if path == "-" else Path(path).open(encoding="utf-8") as source:
             for number, line in enumerate(source, 1):
                 if line.strip():
-                    yield _used(line, f"{name}:{number}", use)
+                    yield _parse_line(line, f"{name}:{number}", parse)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--input: {name} cannot be read: {error}") from error
 
 
-def _used(line: str, where: str, use: Callable[[str, dict[str, Any]], T]) -> T | Refused:
+def _parse_line(line: str, where: str, parse: Callable[[str, dict[str, Any]], T]) -> T | RefusedLine:
     record: dict[str, Any] = {}
     try:
-        record = _object(line, where)
-        return use(where, record)
+        record = _json_object(line, where)
+        return parse(where, record)
     except ConfigError as error:
         if not str(error).startswith(where):  # the error is not about this line
             raise
-        return Refused(record, str(error))
+        return RefusedLine(record, str(error))
 
 
 def exit_code_of(refused: int) -> ExitCode:
-    """Returns the exit code of a command that has answered all lines, and reports how many were `refused`."""
+    """Returns the exit code of a command that has answered all its input lines. Shows how many were `refused`, if
+    any."""
     if not refused:
         return ExitCode.FINISHED
-    remark(f"error: --input: {counted(refused, 'line was', 'lines were')} refused; each of their answers says why")
+    remark(f"error: --input: {counted(refused, 'line was', 'lines were')} refused; the answer to each says why")
     return ExitCode.CONFIG
 
 
-def _object(line: str, where: str) -> dict[str, Any]:
+def _json_object(line: str, where: str) -> dict[str, Any]:
     try:
         record = json.loads(line)
     except (json.JSONDecodeError, RecursionError) as error:
@@ -287,32 +290,33 @@ def _mesh(config: "Config", overrides: Sequence[str], devices: int) -> "Mesh":
     tree: dict[str, Any] = {}
     for key in apply_overrides(tree, list(overrides)):
         if not key.startswith("mesh."):
-            raise ConfigError(f"{key}: only the mesh can be set here; the rest is the run's")
+            raise ConfigError(f"{key}: only the mesh can be set here; all other settings are those of the run")
     if not overrides:
-        # Along `model` the weights of a layer stay in place; along `fsdp` each token would gather all of them.
+        # Along `model`, a layer's weights stay where they are. Along `fsdp`, each new token would gather all of them.
         axis = "model" if config.model.num_heads % devices == 0 else "fsdp"
         tree = {"mesh": {axis: devices, "data": 1, "allow_split_hosts": True}}
     return parse_config(tree, "the command line").mesh
 
 
 def _tokenizer(run: str, argument: str | None, checkpoint: "Committed") -> "tuple[Tokenizer, int, int | None]":
-    """Returns the tokenizer of a run, its number of ids, and the id that ends a document. `argument` is --tokenizer."""
+    """Returns a run's tokenizer, its number of ids, and the id that ends a document. `argument` is that of
+    --tokenizer."""
     from jaxmnt.data.manifest import NAMELESS
     from jaxmnt.data.tokenizer import HuggingFace, choose_tokenizer
 
     recorded = _recorded_tokenizer(run, argument, checkpoint)
     if recorded is not None and recorded.name == "synthetic":
-        raise ConfigError("--run: it was trained on random tokens (data.synthetic), which stand for no text")
+        raise ConfigError("--run: it was trained on random tokens (data.synthetic), which do not represent text")
 
     # The run keeps its tokenizer.
     if recorded is not None and recorded.name != NAMELESS:
         tokenizer = recorded.open()
         if argument is not None:
-            named = choose_tokenizer(argument, recorded.description.get("end_token"))
-            if named.description != tokenizer.description:
+            chosen = choose_tokenizer(argument, recorded.description.get("end_token"))
+            if chosen.description != tokenizer.description:
                 raise ConfigError(
-                    f"--tokenizer: {argument} is not the one that the run was trained with, which it keeps; leave it "
-                    "out"
+                    f"--tokenizer: {argument} is not the tokenizer that the run was trained with; leave the option "
+                    "out, because the run has kept its own"
                 )
         return tokenizer, recorded.vocab_size, recorded.end_of_document
 
@@ -322,20 +326,21 @@ def _tokenizer(run: str, argument: str | None, checkpoint: "Committed") -> "tupl
             "--tokenizer: the run was trained on token arrays whose tokenizer is not recorded; give bytes, or the "
             "path of the tokenizer.json that made them"
         )
-    named = choose_tokenizer(argument)
+    chosen = choose_tokenizer(argument)
     if recorded is None:
-        return named, named.vocab_size, named.end_of_document
-    if isinstance(named, HuggingFace) and named.vocab_size != recorded.vocab_size:
+        return chosen, chosen.vocab_size, chosen.end_of_document
+    if isinstance(chosen, HuggingFace) and chosen.vocab_size != recorded.vocab_size:
         print(
-            f"note    --tokenizer: {argument} has {named.vocab_size} ids, the run's tokens {recorded.vocab_size}: it "
-            "may not be theirs",
+            f"note    --tokenizer: {argument} has {chosen.vocab_size} ids, but the run's tokens have "
+            f"{recorded.vocab_size}, so it may not be the tokenizer that made them",
             file=sys.stderr,
         )
-    return named, recorded.vocab_size, recorded.end_of_document
+    return chosen, recorded.vocab_size, recorded.end_of_document
 
 
 def _recorded_tokenizer(run: str, argument: str | None, checkpoint: "Committed") -> "RunTokenizer | None":
-    """Returns the tokenizer that the run or its data records; None if neither does and the command line names one."""
+    """Returns the tokenizer that the run or its data records. Returns None if neither does but the command line names
+    one."""
     from jaxmnt.checkpoint.refs import tokenizer_of
 
     try:
@@ -348,8 +353,8 @@ def _recorded_tokenizer(run: str, argument: str | None, checkpoint: "Committed")
         ) from error
 
 
-def _ends_of(files: dict[str, bytes]) -> set[int]:
-    """Returns the ids that end a text or a turn, by the files that came with a model."""
+def _end_ids(files: dict[str, bytes]) -> set[int]:
+    """Returns the ids that end a text or a turn, according to the files that came with a model."""
     from jaxmnt.data.chat_template import object_in
 
     ids: set[int] = set()
@@ -360,9 +365,9 @@ def _ends_of(files: dict[str, bytes]) -> set[int]:
     return ids
 
 
-def checked_size(options: argparse.Namespace, name: str, least: int = 1) -> int:
-    """Returns a number of the command line. Raises `ConfigError` if it is less than `least`."""
-    value = int(getattr(options, name))
-    if value < least:
-        raise ConfigError(f"--{name.replace('_', '-')} takes a number from {least} up")
-    return value
+def checked_size(options: argparse.Namespace, name: str, minimum: int = 1) -> int:
+    """Returns a number from the command line. Raises `ConfigError` if it is less than `minimum`."""
+    number = int(getattr(options, name))
+    if number < minimum:
+        raise ConfigError(f"--{name.replace('_', '-')} must be at least {minimum}, not {number}")
+    return number

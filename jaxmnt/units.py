@@ -2,7 +2,7 @@
 
 
 def count(number: float) -> str:
-    """Formats a number with three significant digits: 1.23M."""
+    """Formats a number with three significant digits, such as 1.23M."""
     for limit, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if abs(number) >= limit:
             return f"{number / limit:.3g}{unit}"
@@ -10,7 +10,7 @@ def count(number: float) -> str:
 
 
 def size(number: float) -> str:
-    """Formats bytes in binary units: 1.5 GiB."""
+    """Formats a number of bytes in binary units, such as 1.5 GiB."""
     for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
         if number >= 1024**power:
             value = number / 1024**power
@@ -19,7 +19,7 @@ def size(number: float) -> str:
 
 
 def span(seconds: float) -> str:
-    """Formats a time in one unit: 0.5 s, 90 s, 12 min, 3.5 hours, 9 days or 6 years."""
+    """Formats a time in a single unit, such as 0.5 s, 90 s, 12 min, 3.5 hours, 9 days or 6 years."""
     units = ((365 * 86400, "years"), (86400, "days"), (3600, "hours"), (60, "min"))
     length, unit = next((candidate for candidate in units if seconds >= 2 * candidate[0]), (1, "s"))
     number = seconds / length
@@ -27,7 +27,7 @@ def span(seconds: float) -> str:
 
 
 def money(amount: float | None) -> str:
-    """Formats an amount in the currency of the price: 12,345 or 3.20, or - if it is not known."""
+    """Formats an amount of money, in the currency of the price, such as 12,345 or 3.20. An unknown amount becomes -."""
     if amount is None:
         return "-"
     return f"{amount:,.0f}" if amount >= 100 else f"{amount:,.2f}"

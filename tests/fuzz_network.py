@@ -66,9 +66,10 @@ def greeted(name: str, *, proven: bool = True) -> Callable[[Path], Any]:
                 rounds += not heard and over.is_set()
                 for connection, message in heard:
                     outcome = outcome or server._handle(connection, message)
-            said = f"{server._missing('not connected yet')} {server._present()} {listener.refusal_summary}"
+            absent = server._describe_absent("not connected yet")
+            said = f"{absent} {server._describe_present()} {listener.refusal_summary}"
             assert said.isprintable() and len(said) < 20_000, "what is told of those present"
-            outcome = outcome or server._unreachable()
+            outcome = outcome or server._loopback_error()
             peers = server.peers()
             assert all(type(process) is int and isinstance(peer.host, str) for process, peer in peers.items())
             over.set()

@@ -165,8 +165,8 @@ def test_what_was_overheard_or_sent_back_proves_nothing(roll):
 
 
 def test_a_proof_that_comes_byte_by_byte_has_little_time(roll, monkeypatch):
-    monkeypatch.setattr(listener, "_PROOF_SECONDS", 0.3)
-    monkeypatch.setattr(listener, "_LOOK_SECONDS", 0.1)
+    monkeypatch.setattr(listener, "_PROOF_TIMEOUT_SECONDS", 0.3)
+    monkeypatch.setattr(listener, "_POLL_SECONDS", 0.1)
     start = roll(processes=2).come(0)
     with start.stranger() as connection, pytest.raises(OSError):
         for _ in range(100):
@@ -255,7 +255,7 @@ def test_nobody_stands_in_for_process_0(answer):
 
 def test_keys_that_differ_are_told_as_that_on_both_sides(roll, monkeypatch, capfd):
     """As a run directory that is not shared is: exit code 3."""
-    monkeypatch.setattr(rendezvous, "_REFUSED_SECONDS", 0.2)
+    monkeypatch.setattr(rendezvous, "_REFUSAL_TIMEOUT_SECONDS", 0.2)
     start = roll(processes=2).come(0, timeout=2.5).come(1, key=ANOTHER)
     advice = "share run.dir among all hosts, or set JAXMNT_RUN_KEY to the same value in every process"
     refused, waited = start.outcome(1), start.outcome(0)
@@ -324,7 +324,7 @@ def test_a_key_that_others_may_read_is_kept_from_them(tmp_path, capfd):
 
 @pytest.mark.parametrize("what", ["empty", "pipe", "folder", "link", "no folder"])
 def test_what_is_no_key_is_said_with_its_place(tmp_path, monkeypatch, what):
-    monkeypatch.setattr(authentication, "_APPEARS_SECONDS", 0.0)
+    monkeypatch.setattr(authentication, "_FILE_TIMEOUT_SECONDS", 0.0)
     run = tmp_path / "run"
     path = run / "run.key"
     if what == "no folder":
@@ -363,7 +363,7 @@ def test_process_0_listens_where_the_others_look_for_it(monkeypatch, coordinator
         return known
 
     monkeypatch.setattr(addresses, "resolve", resolved)
-    monkeypatch.setattr(addresses, "_is_ours", ours.__contains__)
+    monkeypatch.setattr(addresses, "_is_local_address", ours.__contains__)
     found = addresses.listening_address(Identity(0, 2, coordinator))
     assert found[0] == where and note in found[1] and bool(found[1]) == bool(note)
 

@@ -275,7 +275,7 @@ def test_what_ends_a_process_before_it_has_met_the_others_is_noted(tiny):
 
 def test_leaving_gives_the_rendezvous_time_to_tell_the_others(monkeypatch):
     """What that raises ends the process then, and not the thread that heard the signal."""
-    monkeypatch.setattr(termination, "_NOTIFY_SECONDS", 0.2)
+    monkeypatch.setattr(termination, "_NOTIFY_TIMEOUT_SECONDS", 0.2)
     for raises in (True, False):
         exit_handler = Noted()
         early_exit = EarlyExit(Identity(1, 3, "h:1"), exit_handler)

@@ -68,7 +68,7 @@ def test_each_launcher_is_understood(environment, identity):
 
 
 def test_a_requeue_is_among_what_is_shown():
-    assert survey(Cluster(), env.SLURM_REQUEUED, PLAIN, 0).read["SLURM_RESTART_COUNT"] == "1"
+    assert survey(Cluster(), env.SLURM_REQUEUED, PLAIN, 0).used["SLURM_RESTART_COUNT"] == "1"
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from jaxmnt.distributed.failure_detector import FailureDetector, Lost, describe_positions
+from jaxmnt.distributed.failure_detector import ConnectionLost, FailureDetector, describe_positions
 from jaxmnt.distributed.heartbeat import Link
 from jaxmnt.distributed.identity import Identity
 from jaxmnt.distributed.json_socket import JsonSocket
@@ -99,8 +99,8 @@ class Cluster:
     def receive(self, number, peer):
         """The process takes one message from the peer."""
         record = self[number].links[peer].popleft()
-        event = Lost("disconnected") if record is None else parse_message(record)
-        if isinstance(event, Bye | Lost):
+        event = ConnectionLost("disconnected") if record is None else parse_message(record)
+        if isinstance(event, Bye | ConnectionLost):
             del self[number].links[peer]
         self.act(number, self[number].detector.on_event(peer, event))
 

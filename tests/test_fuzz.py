@@ -263,11 +263,11 @@ def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for module, names in (
         (lock, ("_SILENCE_SECONDS", "_LEAVING_SECONDS", "_LOOK_SECONDS")),
-        (heartbeat, ("_DRAIN_SECONDS", "_LOST_PEER_SECONDS")),
-        (rendezvous, ("_RETRY_SECONDS", "_RETRY_REFUSED_SECONDS", "LOOK_SECONDS")),
-        (rendezvous_server, ("_NOTIFY_SECONDS",)),
-        (writer, ("AWAITED_SECONDS", "_RETRY_SECONDS")),
-        (authentication, ("_APPEARS_SECONDS",)),
+        (heartbeat, ("_DRAIN_TIMEOUT_SECONDS", "_LOST_PEER_TIMEOUT_SECONDS")),
+        (rendezvous, ("_RETRY_SECONDS", "_RETRY_REFUSED_SECONDS", "POLL_SECONDS")),
+        (rendezvous_server, ("_NOTIFY_TIMEOUT_SECONDS",)),
+        (writer, ("LINE_TIMEOUT_SECONDS", "_RETRY_SECONDS")),
+        (authentication, ("_FILE_TIMEOUT_SECONDS",)),
     ):
         for name in names:
             monkeypatch.setattr(module, name, 0.02, raising=False)

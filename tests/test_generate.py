@@ -97,7 +97,7 @@ def test_what_does_not_fit_the_window_is_said(moved, asked, capsys):
         assert generate.main(["--run", str(run(moved)), "--prompt", "ab", *more]) == ExitCode.FINISHED
         assert capsys.readouterr().err == ""
     assert [length for _, length, _ in asked] == [29, 29, 29]
-    with pytest.raises(ConfigError, match="100 tokens fill the model's window of 32; shorten it"):
+    with pytest.raises(ConfigError, match="100 tokens fill the model's window of 32; shorten the text"):
         generate.main(["--run", str(run(moved)), "--prompt", "a" * 99])
 
 
@@ -137,7 +137,10 @@ def test_a_run_on_token_arrays_says_what_to_give_and_takes_it(moved, asked, caps
     letters = letters_json(tmp_path / "letters.json")
     generate.main(["--run", str(run(moved)), "--prompt", "ab", "--tokenizer", str(letters)])
     assert asked[-1][0] == [11, 0, 1]
-    assert "has 12 ids, the run's tokens 257: it may not be theirs" in capsys.readouterr().err
+    assert (
+        "has 12 ids, but the run's tokens have 257, so it may not be the tokenizer that made them"
+        in capsys.readouterr().err
+    )
     with pytest.raises(ConfigError, match="nowhere does not exist"):
         generate.main(["--run", str(run(moved)), "--tokenizer", "nowhere"])
 
@@ -266,10 +269,10 @@ def test_a_line_that_says_nothing_is_named(moved, asked, tmp_path, capsys, recor
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--top-p", "0"], "--top-p takes a number above 0"),
-        (["--top-k", "-1"], "--top-k takes a number from 0 up"),
+        (["--top-p", "0"], "--top-p must be above 0 and at most 1, not 0"),
+        (["--top-k", "-1"], "--top-k must be at least 0, not -1"),
         (["--stop", ""], "--stop: an empty text matches everywhere"),
-        (["--batch", "0"], "--batch takes a number from 1 up"),
+        (["--batch", "0"], "--batch must be at least 1, not 0"),
         (["--system", "Be short."], "--system: only a conversation"),
         (["--chat"], "--chat: the run has no chat template"),
         (["train.steps=3"], "train.steps: only the mesh can be set here"),
@@ -476,6 +479,6 @@ def test_a_run_becomes_a_folder_with_its_tokenizer(moved, tmp_path, capsys):
         write_to_run(home, RunTokenizer(HuggingFace(path, "?").description, 12, path.read_text()))
     assert convert.main(["to-hf", str(run(moved)), str(tmp_path / "letters")]) == ExitCode.FINISHED
     assert json.loads((tmp_path / "letters" / "config.json").read_text())["eos_token_id"] == 11
-    assert "rows of the vocabulary are left out: no id of the run's tokenizer" in capsys.readouterr().out
+    assert "rows of the vocabulary are left out, because no id of the run's tokenizer" in capsys.readouterr().out
     assert (tmp_path / "letters" / "tokenizer.json").read_text() == path.read_text()
     assert json.loads((tmp_path / "letters" / "tokenizer_config.json").read_text())["eos_token"] == "?"

@@ -76,7 +76,7 @@ class Cluster:
 def cluster(monkeypatch):
     """Makes clusters whose beats follow each other twenty times as fast."""
     monkeypatch.setattr("jaxmnt.distributed.heartbeat.BEAT_SECONDS", 0.05)
-    monkeypatch.setattr("jaxmnt.distributed.heartbeat._DRAIN_SECONDS", 0.05)
+    monkeypatch.setattr("jaxmnt.distributed.heartbeat._DRAIN_TIMEOUT_SECONDS", 0.05)
     with contextlib.ExitStack() as scope:
 
         def make():

@@ -41,7 +41,7 @@ def test_a_run_outlives_its_terminal(short, tmp_path, where):
     assert len(losses(run)) == STEPS and events(run, "end")[0]["finished"]
     if "head" in where:
         assert result.stdout.count("\n") == 1
-        assert result.stderr.count("nothing more is shown (Broken pipe); the work goes on") == 1
+        assert result.stderr.count("nothing more is shown (Broken pipe); the work continues") == 1
         assert "Traceback" not in result.stderr
     for path in run.rglob("*"):
         assert path.suffix not in (".json", ".yaml", ".jsonl") or b"step 6/6" not in path.read_bytes(), path
@@ -101,9 +101,9 @@ def pipe():
 
 def test_a_reader_that_has_stopped_reading_is_not_waited_for(pipe, monkeypatch):
     """As a terminal after Ctrl-S: lines are dropped until it goes on."""
-    monkeypatch.setattr(output, "_PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr(output, "_READER_TIMEOUT_SECONDS", 0.2)
     reader, stream = pipe
-    output._raw(stream).outlived = True
+    output._raw(stream).is_optional = True
     began = time.monotonic()
     for number in range(1000):
         print(f"{number:99}", file=stream)
@@ -129,10 +129,10 @@ def test_a_reader_that_takes_its_time_gets_all(pipe):
 
 def test_a_terminal_that_nobody_reads_is_not_waited_for(monkeypatch):
     """It says that it has room as long as it has room for one letter."""
-    monkeypatch.setattr(output, "_PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr(output, "_READER_TIMEOUT_SECONDS", 0.2)
     master, terminal = pty.openpty()
     stream = output.guarded(None, terminal)
-    stream.buffer.raw.outlived = True
+    stream.buffer.raw.is_optional = True
     writing = threading.Thread(
         target=lambda: [print("x" * 79, file=stream, flush=True) for _ in range(2000)], daemon=True
     )

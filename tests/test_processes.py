@@ -316,7 +316,7 @@ def test_no_process_0(address):
     ],
 )
 def test_misplaced_processes_are_named(address, monkeypatch, ids, processes, facts, words):
-    monkeypatch.setattr(rendezvous_server, "_NOTIFY_SECONDS", 0.5)
+    monkeypatch.setattr(rendezvous_server, "_NOTIFY_TIMEOUT_SECONDS", 0.5)
     outcomes = roll(address, ids, processes, facts=facts)
     assert all(isinstance(outcome, ConfigError) for outcome in outcomes), outcomes
     with pytest.raises(ConfigError, match=words):
@@ -329,7 +329,7 @@ def test_another_software_is_a_matter_of_the_host(address):
 
 
 def test_who_is_still_to_come_is_said_while_waiting(address, monkeypatch, capfd):
-    monkeypatch.setattr(rendezvous_server, "_FIRST_NOTE_SECONDS", 0.2)
+    monkeypatch.setattr(rendezvous_server, "_FIRST_NOTE_DELAY_SECONDS", 0.2)
     monkeypatch.setattr(rendezvous_server, "_NOTE_INTERVAL_SECONDS", 0.2)
     roll(address, [0, 2], processes=4, timeout=1.0)
     assert "jaxmnt: processes 1, 3 of 4 not connected yet (connected: 0 on" in capfd.readouterr().err
@@ -447,7 +447,7 @@ def test_the_launcher_outlives_its_reader(tiny_file, tmp_path):
     launcher = start_launcher(tiny_file, processes=1)
     launcher.stdout.readline()
     launcher.stdout.close()
-    assert launcher.stderr.read().count("nothing more is shown (Broken pipe); the work goes on") == 1
+    assert launcher.stderr.read().count("nothing more is shown (Broken pipe); the work continues") == 1
     assert launcher.wait(60) == 0
     assert "finished in" in (tmp_path / "run" / "logs" / "process-0.log").read_text()
 

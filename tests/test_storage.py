@@ -61,12 +61,12 @@ def test_files_are_whole_listed_moved_and_removed(somewhere):
     storage.publish(tree / "a.json", "{}")
     storage.publish(tree / "a.json", '{"b": 1}')
     storage.publish(tree / "d" / "x", "äö")
-    assert storage.files(tree) == {"a.json": 8, "d/x": 4}
+    assert storage.file_sizes(tree) == {"a.json": 8, "d/x": 4}
     assert storage.read_all(tree, ["a.json", "d/x"]) == {"a.json": b'{"b": 1}', "d/x": "äö".encode()}
     assert [path.name for path in somewhere.iterdir()] == ["7"]
     assert tree.is_dir() and (tree / "d" / "x").is_file() and not (tree / "b").exists()
     storage.move(tree, somewhere / "8")
-    assert storage.files(tree) == {} and set(storage.files(somewhere / "8")) == {"a.json", "d/x"}
+    assert storage.file_sizes(tree) == {} and set(storage.file_sizes(somewhere / "8")) == {"a.json", "d/x"}
     storage.remove(somewhere / "8")
     storage.remove(somewhere / "8")
     assert list(somewhere.iterdir()) == []
@@ -89,7 +89,7 @@ def test_a_removal_that_was_cut_off_is_finished(address):
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(storage, "remove", lambda path: (_ for _ in ()).throw(KeyboardInterrupt))
         commit.prune([commit.Committed(path, whole_manifest())], set())
-    assert set(storage.files(path)) == {"params/d/x", commit.ORBAX_MARKER}
+    assert set(storage.file_sizes(path)) == {"params/d/x", commit.ORBAX_MARKER}
     removed = f"removed {path}, which was cut off while it was being removed"
     assert commit.clean_up(path.parent, None) == ([removed], [])
     assert list(path.parent.iterdir()) == []
@@ -104,10 +104,10 @@ def test_only_marks_that_name_a_step_remove_anything(somewhere):
         storage.publish(root / f"{name}.unfinished", "being removed\n")
     for name in ("...unfinished", "..unfinished", ".unfinished"):
         storage.publish(root / name, "being removed\n")
-    before = storage.files(somewhere)
+    before = storage.file_sizes(somewhere)
     assert commit.clean_up(root, "run")[0] == [f"removed {root / '5'}, which was cut off while it was being removed"]
     after = {name: size for name, size in before.items() if "/5" not in name}
-    assert storage.files(somewhere) == after and commit.step_directories(root) == []
+    assert storage.file_sizes(somewhere) == after and commit.step_directories(root) == []
 
 
 def test_a_run_is_set_aside(somewhere):
@@ -119,7 +119,7 @@ def test_a_run_is_set_aside(somewhere):
         assert fresh.set_aside([somewhere]) == [
             f"the run that was in {somewhere} is set aside in {somewhere}/aside-{number}"
         ]
-    assert set(storage.files(somewhere)) == {
+    assert set(storage.file_sizes(somewhere)) == {
         "aside-1/run.json", "aside-1/checkpoints/5/params/x", "aside-1/checkpoints/5.unfinished", "aside-2/run.json",
         "notes.txt",
     }  # fmt: skip

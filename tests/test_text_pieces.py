@@ -303,12 +303,12 @@ def test_generated_text_keeps_its_first_blank_and_stops_there():
     prompt = "The capital of France is"
     ids = known.with_start(known.encode(prompt))
     answer = known.encode(" Paris. and", begins=False)
-    request = Request(ids, prompt, {}, room=99)
+    request = Request(ids, prompt, {}, max_tokens=99)
     for number, token in enumerate(answer, 1):
         request.take(token, known)
         assert request.text == known.tokenizer.decode(np.array(ids + answer[:number]))[len(prompt) :]
     assert request.text == " Paris. and"
-    stopped = Request(ids, prompt, {}, room=99, stops=(" Paris",))
+    stopped = Request(ids, prompt, {}, max_tokens=99, stops=(" Paris",))
     for token in answer:
         stopped.take(token, known)
     assert (stopped.text, stopped.finish) == ("", "stop")
@@ -344,7 +344,7 @@ def test_a_continuation_begins_with_the_blank_of_its_context():
     [
         ((1,), "a", "", "here: the text to score is empty; give some text"),
         ((1,), "", "", "here: the text to score is empty; give some text"),
-        ((), "", "The", "here: the text is one token, and no token can stand before it, so it has no score"),
+        ((), "", "The", "here: the text is one token, and no token can precede it, so it has no score"),
     ],
 )
 def test_nothing_has_no_score(start, context, continuation, message):

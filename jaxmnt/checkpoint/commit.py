@@ -100,7 +100,7 @@ def open_checkpoint(path: StoragePath, run: str | None = None) -> Committed:
 
 
 def _open_committed(path: StoragePath, run: str | None) -> Committed:
-    if not storage.sizes(path, [ORBAX_MARKER]):
+    if not storage.sizes_of(path, [ORBAX_MARKER]):
         raise DamagedError(f"it has no commit marker {ORBAX_MARKER}")
     manifest, files = manifests.read(path)
     if step_of(path.name) not in (None, manifest.step):
@@ -108,7 +108,7 @@ def _open_committed(path: StoragePath, run: str | None) -> Committed:
     if run is not None and manifest.run != run:
         raise DamagedError(f"it belongs to run {printable(manifest.run)}, and this is run {printable(run)}")
     # Sizes first: they are cheap to compare, and most damage shows there.
-    present = storage.sizes(path, files)
+    present = storage.sizes_of(path, files)
     for name, (size, _) in sorted(files.items()):
         if name not in present:
             raise DamagedError(f"its file {printable(name)} is missing")
@@ -269,7 +269,7 @@ def _remove_noted(path: StoragePath, *, keep_note: bool) -> list[str]:
     if storage.is_link(path):
         committed, present = True, {}  # a link was made later: the note is not about it
     else:
-        present = storage.files(path)  # raises if it cannot look, so that nothing is removed on a guess
+        present = storage.file_sizes(path)  # raises if it cannot look, so that nothing is removed on a guess
         committed = manifests.MANIFEST_FILE in present
     doing = unfinished(path)
     if not committed and (not isinstance(path, Path) or path.is_dir()):
@@ -292,7 +292,7 @@ def _note(path: StoragePath) -> StoragePath:
 
 
 def _files(path: StoragePath) -> dict[str, list[Any]]:
-    sizes = storage.files(path)
+    sizes = storage.file_sizes(path)
     small = _sha256(path, [name for name, size in sizes.items() if size <= SMALL_BYTES])
     return {name: [size, small.get(name)] for name, size in sizes.items()}
 

@@ -9,7 +9,7 @@ from typing import Literal
 
 from jaxmnt.checkpoint.commit import Committed, newest_valid, step_directories, step_of
 from jaxmnt.config.schema import Checkpoint
-from jaxmnt.storage import StoragePath, files, is_link
+from jaxmnt.storage import StoragePath, file_sizes, is_link
 from jaxmnt.telemetry.reliability import best_interval
 from jaxmnt.units import size
 
@@ -129,7 +129,7 @@ def _removable(root: Path) -> list[str]:
     aside = [path for path in present if ".damaged" in path.name and step_of(path.name.partition(".")[0]) is not None]
     newest = newest_valid(root)
     older = [path for step, path in step_directories(root) if newest is not None and step < newest.step]
-    sizes = [(path.name, sum(files(path).values())) for path in [*aside, *older] if not is_link(path)]
+    sizes = [(path.name, sum(file_sizes(path).values())) for path in [*aside, *older] if not is_link(path)]
     listed = [f"{name} ({size(bytes_used)})" for name, bytes_used in sizes if bytes_used]
     if len(listed) > _MOST_LISTED:
         return [*listed[:_MOST_LISTED], f"{len(listed) - _MOST_LISTED} more"]

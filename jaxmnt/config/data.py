@@ -4,7 +4,7 @@ import re
 from typing import Literal
 
 from jaxmnt.config.section import Section, breaking_key, key, maths_key
-from jaxmnt.errors import nearest
+from jaxmnt.errors import suggest
 
 
 class Grain(Section):
@@ -127,7 +127,7 @@ def check_data(data: Data) -> None:
             )
         if unknown := sorted(change.weights.keys() - weights):
             raise ValueError(
-                f"data.weight_changes: no source is named {unknown[0]}; {nearest(unknown[0], sorted(weights))}"
+                f"data.weight_changes: no source is named {unknown[0]}; {suggest(unknown[0], sorted(weights))}"
             )
         if any(not 0 <= weight < float("inf") for weight in change.weights.values()):
             raise ValueError(f"data.weight_changes: weights from step {step} on must be 0 or more; fix them")

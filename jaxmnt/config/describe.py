@@ -6,7 +6,7 @@ from jaxmnt.config.explain import Schema, describe_values, entries_of, field_of,
 from jaxmnt.config.load import EXTENDS, as_yaml, flatten
 from jaxmnt.config.schema import Config
 from jaxmnt.config.section import Resume
-from jaxmnt.errors import ConfigError, nearest, printable
+from jaxmnt.errors import ConfigError, printable, suggest
 from jaxmnt.strict_json import json_text
 
 RESUME_LABELS: dict[Resume, str] = {"harmless": "harmless", "maths": "changes the maths", "breaks": "breaks resume"}
@@ -45,7 +45,7 @@ def help_text(topic: str = "") -> str:
     keys = [name for name in fields if not topic or name == topic or name.startswith(f"{topic}.")]
     if not keys:
         topics = sorted({".".join(name.split(".")[:depth]) for name in fields for depth in (1, 2)})
-        raise ConfigError(f"--help: no setting begins with {printable(topic)}; {nearest(topic, topics)}")
+        raise ConfigError(f"--help: no setting begins with {printable(topic)}; {suggest(topic, topics)}")
     line = lambda name, field: f"  {name}  {describe_values(field)}; {_default(field)}\n      {field['description']}"
     return "\n".join(line(name, fields[name]) for name in keys)
 

@@ -8,7 +8,7 @@ import yaml
 from pydantic import field_validator, model_validator
 
 from jaxmnt.config.section import Section, breaking_key, key, maths_key
-from jaxmnt.errors import nearest, printable
+from jaxmnt.errors import printable, suggest
 
 
 @functools.cache
@@ -115,7 +115,7 @@ class Model(Section):
             return raw
         name, published = raw["preset"], presets()
         if name not in published:
-            raise ValueError(f"model.preset: {printable(name)} is not known; {nearest(name, sorted(published))}")
+            raise ValueError(f"model.preset: {printable(name)} is not known; {suggest(name, sorted(published))}")
         settings = published[name]
         scaling = raw.get("rope_scaling")
         both = {"rope_scaling": settings.get("rope_scaling", {}) | scaling} if isinstance(scaling, dict) else {}

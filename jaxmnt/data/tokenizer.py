@@ -12,7 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from jaxmnt.data.manifest import TOKENIZER_FILE
-from jaxmnt.errors import ConfigError, how_to_install, nearest, printable
+from jaxmnt.errors import ConfigError, how_to_install, printable, suggest
 from jaxmnt.storage import read
 from jaxmnt.strict_json import json_text
 
@@ -272,7 +272,7 @@ class HuggingFace:
         if requested is not None:
             if requested not in vocabulary:
                 special = sorted(token.content for token in self._added)
-                raise ConfigError(f"--end-token: {path} has no token {requested!r}; {nearest(requested, special[:20])}")
+                raise ConfigError(f"--end-token: {path} has no token {requested!r}; {suggest(requested, special[:20])}")
             return requested
         end = next((name for name in _KNOWN_ENDS if name in vocabulary), None)
         if end is None and needed:

@@ -14,8 +14,10 @@ from jaxmnt.errors import PeerError, PreflightError, UserError
 
 _KUBERNETES_VARIABLE = "KUBERNETES_SERVICE_HOST"
 """Variable that Kubernetes sets in every container. The name of a pod resolves only once the pod exists."""
-_NEW_NAME_SECONDS = 45.0
-_LOOK_SECONDS = 0.5
+_NAME_UPDATE_TIMEOUT_SECONDS = 45.0
+"""Time for name servers to stop returning the old address of a pod that was restarted."""
+_POLL_SECONDS = 0.5
+"""Time between two attempts to resolve the name."""
 
 
 def resolve(host: str) -> list[str]:
@@ -40,7 +42,7 @@ def hostname_is_loopback() -> bool:
         return False
     try:
         return all_loopback(resolve(socket.gethostname()))
-    except OSError:  # no address at all: the library that needs one reports it
+    except OSError:  # there is no address at all, which the library that needs one will report
         return False
 
 
@@ -50,27 +52,28 @@ def check_coordinator_address(identity: Identity, timeout: float) -> None:
     Retries for a while first: after pods restart, a name server may still return the old address.
     """
     host, _ = identity.address
-    deadline = time.monotonic() + min(timeout, _NEW_NAME_SECONDS)
+    deadline = time.monotonic() + min(timeout, _NAME_UPDATE_TIMEOUT_SECONDS)
     while True:
         try:
             addresses = resolve(host)
         except OSError:  # a new name also needs a while; the other processes report if they cannot resolve it
             return
-        if any(_is_ours(address) for address in addresses):
+        if any(_is_local_address(address) for address in addresses):
             return
         if time.monotonic() >= deadline:
             raise PreflightError(
                 f"cluster.coordinator: {host} is {', '.join(addresses)}, which is not an address of "
                 f"{socket.gethostname()}, where process 0 is; give the address of process 0's host"
             )
-        time.sleep(_LOOK_SECONDS)
+        time.sleep(_POLL_SECONDS)
 
 
 def listening_address(identity: Identity) -> tuple[str, str]:
-    """Returns the address that process 0 binds, and a note for the user.
+    """Returns the address to which process 0 binds, and a note for the user.
 
-    The address is the coordinator's if it is a single one of this host; else it is empty (all interfaces), and the note
-    says why. A host may resolve its own name to a loopback address or to several addresses while other hosts use one.
+    The address is the coordinator's if its name resolves to a single address of this host. Otherwise it is empty, which
+    means all interfaces, and the note says why. A host may resolve its own name to a loopback address or to several
+    addresses while other hosts use one.
     """
     host, port = identity.address
     if is_loopback(host):
@@ -79,7 +82,7 @@ def listening_address(identity: Identity) -> tuple[str, str]:
         addresses = resolve(host)
     except OSError as error:
         return "", f"process 0 listens on port {port} of all interfaces: cannot resolve {host} here ({error.strerror})"
-    local_addresses = [address for address in addresses if _is_ours(address)]
+    local_addresses = [address for address in addresses if _is_local_address(address)]
     if len(local_addresses) == 1 and not all_loopback(local_addresses):
         return local_addresses[0], ""
     # Other hosts may know this one by another address than it does itself.
@@ -90,8 +93,8 @@ def listening_address(identity: Identity) -> tuple[str, str]:
     return "", note
 
 
-def _is_ours(address: str) -> bool:
-    """Returns True if an address belongs to this host: only then can a socket bind it."""
+def _is_local_address(address: str) -> bool:
+    """Returns True if an address belongs to this host, because only then can a socket be bound to it."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.bind((address, 0))
@@ -100,7 +103,7 @@ def _is_ours(address: str) -> bool:
 
 
 def refused_error(identity: Identity) -> UserError:
-    """Returns the error for a process whose run key process 0 refuses."""
+    """Returns the error for a process whose run key process 0 has refused."""
     here = socket.gethostname()
     return PreflightError(
         f"process 0 at {identity.coordinator} and {here} have different run keys: share run.dir among all hosts, "
@@ -110,19 +113,19 @@ def refused_error(identity: Identity) -> UserError:
 
 
 def unanswered_error(identity: Identity, reason: str, timeout: float, *, was_reached: bool) -> UserError:
-    """Returns the error for a process that process 0 did not answer.
+    """Returns the error for a process that got no answer from process 0.
 
-    It tells how this host resolves the coordinator's name, and the `reason` for which the last attempt failed.
+    The message says how this host resolves the coordinator's name, and why the last attempt failed (`reason`).
     `was_reached` is True if process 0 was reached earlier, or if another program answers on its port.
     """
     host, port = identity.address
     here = socket.gethostname()
-    what = f"process 0 did not answer at {identity.coordinator} within {timeout:g} s"
+    problem = f"process 0 did not answer at {identity.coordinator} within {timeout:g} s"
     error_type = PeerError if was_reached else AbsentError
     try:
         addresses = resolve(host)
     except OSError as error:
-        text = f"{what}: {here} cannot resolve {host} ({error.strerror or error})"
+        text = f"{problem}: {here} cannot resolve {host} ({error.strerror or error})"
         if os.environ.get(_KUBERNETES_VARIABLE):
             return error_type(
                 f"{text}; the name resolves once the pod of process 0 exists: check that it was created"
@@ -130,15 +133,16 @@ def unanswered_error(identity: Identity, reason: str, timeout: float, *, was_rea
         return PreflightError(f"{text}; correct cluster.coordinator, or the names on {here}").blaming(hosts=[here])
     if is_loopback(host):
         return error_type(
-            f"{what} ({reason}); {host} is {here} itself: if process 0 is on another host, correct "
+            f"{problem} ({reason}); {host} is {here} itself: if process 0 is on another host, correct "
             "cluster.coordinator, else see why it was not started or has stopped"
         ).blaming(processes=[0])
     if all_loopback(addresses):
         return PreflightError(
-            f"{what} ({reason}): {here} resolves {host} to {addresses[0]}, a loopback address of {here} itself; "
+            f"{problem} ({reason}): {here} resolves {host} to {addresses[0]}, a loopback address of {here} itself; "
             f"correct /etc/hosts on {here}, or cluster.coordinator"
         ).blaming(hosts=[here])
     return error_type(
-        f"{what} ({reason}; {host} is {', '.join(addresses)} on {here}); check cluster.coordinator, that no firewall "
-        f"between them blocks port {port}, and that process 0 was started and has not stopped with an error of its own"
+        f"{problem} ({reason}; {host} is {', '.join(addresses)} on {here}); check cluster.coordinator, that no "
+        f"firewall between them blocks port {port}, and that process 0 was started and has not stopped with an error of "
+        "its own"
     ).blaming(processes=[0])

@@ -1,9 +1,9 @@
 """Authenticates the processes of a run: both ends of a connection prove to each other that they have the run's key.
 
 Process 0 greets with a random nonce; the client answers with a nonce of its own and the HMAC of both; process 0 answers
-with another HMAC of both. So the key itself is never sent, an overheard answer is not valid on another connection, and
-no answer can be reflected to its sender. All three messages have a fixed length, and nothing else is read from a
-connection before.
+with another HMAC of both. Therefore the key itself is never sent, an overheard answer is not valid on another
+connection, and no answer can be reflected to its sender. All three messages have a fixed length, and nothing else is
+read from a connection until they have been exchanged.
 """
 
 import hmac
@@ -23,8 +23,8 @@ from jaxmnt.storage import write_new
 RUN_KEY, KEY_FILE = "JAXMNT_RUN_KEY", "run.key"
 RUN_KEY_BYTES = 32
 _KEY = re.compile(r"[0-9a-fA-F]{64}")
-_APPEARS_SECONDS = 5.0
-"""Time within which a network file system shows a file that another host has written."""
+_FILE_TIMEOUT_SECONDS = 5.0
+"""Time for a network file system to show a file that another host has written."""
 
 _OPEN_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
 """Flags that follow no symbolic link, and do not wait for the writer of a named pipe."""
@@ -36,7 +36,7 @@ PROOF_BYTES = 2 * 2 * _NONCE_BYTES + 1
 _REPLY_BYTES = 2 * _NONCE_BYTES + 1
 REFUSAL = b"another key".ljust(_REPLY_BYTES - 1) + b"\n"
 _CLIENT, _SERVER = b"one who connects", b"process 0"
-"""Senders, as part of what each proof signs: a proof of one end is not valid as that of the other."""
+"""Names of the senders, which each proof signs, so that a proof from one end is not valid as one from the other."""
 
 
 class RefusedError(Exception):
@@ -73,12 +73,12 @@ def run_key(run_dir: Path, environment: Mapping[str, str] = os.environ) -> bytes
 
 
 def _create_key_file(path: Path) -> None:
-    """Creates the key file atomically; the process that is first decides the key."""
+    """Creates the key file atomically. The first process to create it decides the key."""
     path.parent.mkdir(parents=True, exist_ok=True)
     content = f"{secrets.token_hex(32)}\n".encode()
     temporary = path.with_name(f".{KEY_FILE}.{secrets.token_hex(8)}")
     write_new(temporary, content, mode=0o600)
-    # A hard link appears with its whole content, and fails if another process was first.
+    # A hard link appears with its complete content, and cannot be created if another process was first.
     try:
         os.link(temporary, path)
     except FileExistsError:
@@ -91,7 +91,7 @@ def _create_key_file(path: Path) -> None:
 
 
 def _read_key_file(path: Path) -> bytes:
-    deadline = time.monotonic() + _APPEARS_SECONDS
+    deadline = time.monotonic() + _FILE_TIMEOUT_SECONDS
     while True:
         with suppress(FileNotFoundError), os.fdopen(os.open(path, _OPEN_FLAGS), "rb") as file:
             mode = os.fstat(file.fileno()).st_mode
@@ -129,7 +129,7 @@ def greeting(nonce: bytes) -> bytes:
 
 
 def is_proof(message: bytes) -> bool:
-    """Returns True if a message has the form of a proof: then it comes from a process of this or another run."""
+    """Returns True if a message has the form of a proof, which means that it comes from a process of some run."""
     return re.fullmatch(rb"[0-9a-f]{128}\n", message) is not None
 
 
@@ -141,7 +141,7 @@ def is_proof_prefix(message: bytes) -> bool:
 def answer_to(key: bytes, nonce: bytes, message: bytes) -> bytes | None:
     """Returns process 0's answer to a client's proof; None if the message does not prove that the client has the key.
 
-    `nonce` is that of the greeting.
+    `nonce` is the one that the greeting sent.
     """
     if not is_proof(message):
         return None

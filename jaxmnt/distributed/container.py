@@ -1,4 +1,4 @@
-"""Reads the memory and the cores that the container of this process grants it."""
+"""Reads how much memory and how many cores the container of this process may use."""
 
 import math
 import os
@@ -9,25 +9,26 @@ _ROOT = Path("/")
 
 
 def host_memory_bytes(root: Path = _ROOT) -> int:
-    """Returns the bytes of memory that this process may use: those of the machine, or the limit of its cgroup."""
+    """Returns how many bytes of memory this process may use: all of the machine, or the limit of its cgroup."""
     physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return min([physical, *(limit for limit, _ in _memory_limits(root))])
 
 
 def available_bytes(available: int, root: Path = _ROOT) -> int:
-    """Returns the part of the machine's `available` memory that the limits of the cgroup allow, in bytes."""
+    """Returns how many bytes of the machine's `available` memory this process may use within its cgroup's limits."""
     return min([available, *(max(0, limit - used) for limit, used in _memory_limits(root))])
 
 
 def cores(root: Path = _ROOT) -> int:
-    """Returns the number of cores that this process may use: its affinity, or the quota of its cgroup, at least 1."""
+    """Returns the number of cores that this process may use: the smaller of its affinity and its cgroup's quota, at
+    least 1."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min([allowed, *(math.ceil(quota) for quota in _quotas(root))]))
 
 
 def _memory_limits(root: Path) -> Iterator[tuple[int, int]]:
-    """Yields each memory limit with the bytes in use, less the page cache that the kernel can reclaim."""
-    for folder in _folders(root, "memory"):
+    """Yields each memory limit with the bytes in use, without the page cache that the kernel can reclaim."""
+    for folder in _cgroup_folders(root, "memory"):
         limit = kernel_number(folder / "memory.max") or kernel_number(folder / "memory.limit_in_bytes")
         used = kernel_number(folder / "memory.current") or kernel_number(folder / "memory.usage_in_bytes") or 0
         statistics = _fields(folder / "memory.stat")
@@ -38,7 +39,7 @@ def _memory_limits(root: Path) -> Iterator[tuple[int, int]]:
 
 def _quotas(root: Path) -> Iterator[float]:
     """Yields each limit of processor time, in cores."""
-    for folder in _folders(root, "cpu"):
+    for folder in _cgroup_folders(root, "cpu"):
         quota, _, period = kernel_text(folder / "cpu.max").partition(" ")
         if not quota:
             quota, period = kernel_text(folder / "cpu.cfs_quota_us"), kernel_text(folder / "cpu.cfs_period_us")
@@ -46,8 +47,8 @@ def _quotas(root: Path) -> Iterator[float]:
             yield int(quota) / int(period)
 
 
-def _folders(root: Path, controller: str) -> Iterator[Path]:
-    """Yields the folders of this process's cgroup and of its ancestors, as far as they are visible from here."""
+def _cgroup_folders(root: Path, controller: str) -> Iterator[Path]:
+    """Yields the folders of this process's cgroup and of its ancestors, some of which may not exist in a container."""
     mount = root / "sys/fs/cgroup"
     for line in kernel_text(root / "proc/self/cgroup").splitlines():
         number, controllers, path = ([*line.split(":", 2), "", ""])[:3]
@@ -57,24 +58,25 @@ def _folders(root: Path, controller: str) -> Iterator[Path]:
             base = mount / controller
         else:
             continue
-        inside = Path(path.lstrip("/"))
-        # In a container, the path may be the one on its host: then only the mount itself exists.
-        yield from (base / part for part in [inside, *inside.parents] if ".." not in part.parts)
+        relative_path = Path(path.lstrip("/"))
+        # In a container, the path may be the one on its host, so that only the mount itself exists.
+        yield from (base / part for part in [relative_path, *relative_path.parents] if ".." not in part.parts)
 
 
 def _fields(path: Path) -> dict[str, int]:
+    """Returns the numbers in a kernel file whose lines have a name and a number."""
     pairs = [line.split() for line in kernel_text(path).splitlines()]
     return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].isdigit()}
 
 
 def kernel_number(path: Path) -> int | None:
-    """Returns the number in a kernel file; None if there is none, or if the file says "max" (no limit)."""
+    """Returns the number in a kernel file. Returns None if there is none, or if the file says "max" (no limit)."""
     text = kernel_text(path)
     return int(text) if text.isdecimal() else None
 
 
 def kernel_text(path: Path) -> str:
-    """Returns the content of a kernel file; empty if it does not exist or cannot be read now."""
+    """Returns the content of a kernel file, or an empty text if it does not exist or cannot be read now."""
     try:
         return path.read_text().strip()
     except (OSError, ValueError):  # not Linux, without this controller, or an interface that is down

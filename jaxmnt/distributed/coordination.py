@@ -1,4 +1,4 @@
-"""Lets the processes of a run agree: barrier, broadcast, gather, a decision of process 0, a vote in the background.
+"""Lets the processes of a run agree: by a barrier, a broadcast, a gather, a decision of process 0, or a vote.
 
 Uses the key-value store of JAX's coordination service, which process 0 hosts. Each call has a name, and all processes
 make the same calls in the same order.
@@ -17,25 +17,27 @@ from jaxmnt.distributed.identity import Identity
 from jaxmnt.errors import PeerError, UserError, error_of
 from jaxmnt.strict_json import json_text
 
-BARRIER_SECONDS = 300.0
+BARRIER_TIMEOUT_SECONDS = 300.0
 _LATE_TASKS_PREFIX = "timed out task names"
-"""Text in JAX's error of a barrier that precedes the tasks that did not arrive."""
-_ACKNOWLEDGE_SECONDS = 10.0
+"""Text in JAX's error at a barrier, after which the tasks that did not arrive are listed."""
+_ACKNOWLEDGE_TIMEOUT_SECONDS = 10.0
 _EXIT_DELAY_SECONDS = 1.0
 _POLL_SECONDS = 1.0
 
 _waits = threading.local()
-_uses: Counter[str] = Counter()
-_uses_lock = threading.Lock()
+_name_uses: Counter[str] = Counter()
+_name_uses_lock = threading.Lock()
 
 
 def waited_seconds() -> float:
-    """Returns the seconds that this thread has waited for other processes so far, in this module."""
+    """Returns for how many seconds this thread has waited for other processes in the functions of this module so
+    far."""
     return getattr(_waits, "seconds", 0.0)
 
 
 @contextlib.contextmanager
-def _waiting() -> Iterator[None]:
+def _count_waiting() -> Iterator[None]:
+    """Adds the time spent within this context to `waited_seconds`."""
     started = time.perf_counter()
     try:
         yield
@@ -43,15 +45,15 @@ def _waiting() -> Iterator[None]:
         _waits.seconds = waited_seconds() + time.perf_counter() - started
 
 
-def barrier(name: str, identity: Identity, seconds: float = BARRIER_SECONDS) -> None:
+def barrier(name: str, identity: Identity, seconds: float = BARRIER_TIMEOUT_SECONDS) -> None:
     """Waits until every process has reached the barrier of this name.
 
-    Raises `PeerError`, naming the late processes, after `seconds`.
+    Raises `PeerError`, naming the late processes, if that takes longer than `seconds`.
     """
     if identity.alone:
         return
     try:
-        with _waiting():
+        with _count_waiting():
             _client().wait_at_barrier(name, int(seconds * 1000))
     except Exception as error:
         late_tasks = str(error).partition(_LATE_TASKS_PREFIX)[2]
@@ -62,11 +64,13 @@ def barrier(name: str, identity: Identity, seconds: float = BARRIER_SECONDS) -> 
 
 
 def barrier_or_raise(
-    name: str, trouble: UserError | None, identity: Identity, seconds: float = BARRIER_SECONDS
+    name: str, trouble: UserError | None, identity: Identity, seconds: float = BARRIER_TIMEOUT_SECONDS
 ) -> None:
-    """Waits at a barrier where every process learns of the trouble of any. `name` must not have been used before.
+    """Waits at a barrier at which every process learns if one of them has trouble. `name` must not have been used
+    before.
 
-    Raises `trouble`; in processes without trouble, a `UserError` with the message and exit code of the first that has.
+    Raises `trouble` if this process has any. If only others have, raises a `UserError` with the message and exit code
+    of the first of them.
     """
     if identity.alone:
         if trouble is not None:
@@ -86,7 +90,7 @@ def barrier_or_raise(
         return
     # All processes are about to exit. Process 0 hosts the store, so it exits last, after the others have read it.
     with contextlib.suppress(PeerError):
-        barrier(f"{name}: heard", identity, _ACKNOWLEDGE_SECONDS)
+        barrier(f"{name}: heard", identity, _ACKNOWLEDGE_TIMEOUT_SECONDS)
     if identity.process_id == 0:
         time.sleep(_EXIT_DELAY_SECONDS)
     if trouble is not None:
@@ -95,7 +99,7 @@ def barrier_or_raise(
     raise error_of(int(code), text)
 
 
-def broadcast(name: str, value: str | None, identity: Identity, seconds: float = BARRIER_SECONDS) -> str:
+def broadcast(name: str, value: str | None, identity: Identity, seconds: float = BARRIER_TIMEOUT_SECONDS) -> str:
     """Sends a text from process 0 to every process, and returns it in all of them."""
     if identity.alone:
         assert value is not None
@@ -106,14 +110,15 @@ def broadcast(name: str, value: str | None, identity: Identity, seconds: float =
         client.key_value_set(key, value)
         return value
     try:
-        with _waiting():
+        with _count_waiting():
             return str(client.blocking_key_value_get(key, int(seconds * 1000)))
     except Exception as error:
         raise PeerError(f"process 0 did not answer at '{name}' within {seconds:g} s: {error}") from error
 
 
-def gather(name: str, value: Any, identity: Identity, seconds: float = BARRIER_SECONDS) -> list[Any] | None:
-    """Collects a JSON value from every process. Process 0 gets all, in order of processes; the others get None.
+def gather(name: str, value: Any, identity: Identity, seconds: float = BARRIER_TIMEOUT_SECONDS) -> list[Any] | None:
+    """Collects a JSON value from every process. Process 0 gets all values, in the order of the processes; others get
+    None.
 
     Leaves no keys in the store. Raises `PeerError`, naming the process that did not answer process 0.
     """
@@ -129,7 +134,7 @@ def gather(name: str, value: Any, identity: Identity, seconds: float = BARRIER_S
     for process in range(1, identity.processes):
         remaining_ms = max(1, int((deadline - time.monotonic()) * 1000))
         try:
-            with _waiting():
+            with _count_waiting():
                 texts.append(client.blocking_key_value_get(f"{key}/{process:06d}", remaining_ms))
         except Exception as error:
             raise PeerError(f"process {process} did not answer at '{name}' within {seconds:g} s: {error}") from error
@@ -142,24 +147,24 @@ def agree(
     value: Any,
     decide: Callable[[list[Any]], str],
     identity: Identity,
-    seconds: float = BARRIER_SECONDS,
+    seconds: float = BARRIER_TIMEOUT_SECONDS,
 ) -> str:
-    """Collects a value from every process, lets process 0 `decide` on all of them, and returns its decision."""
+    """Collects a value from every process, and returns what `decide` returns for all values in process 0."""
     values = gather(name, value, identity, seconds)
     return broadcast(f"{name}: decided", None if values is None else decide(values), identity, seconds)
 
 
 def all_gather(name: str, value: Any, identity: Identity) -> list[Any]:
-    """Collects a value from every process, and returns all of them in every process, in order of processes."""
+    """Collects a value from every process, and returns all values in every process, in the order of the processes."""
     values: list[Any] = json.loads(agree(name, value, json_text, identity))
     return values
 
 
 class Vote:
-    """One round of voting. All processes create it, under the same name, in the same order."""
+    """One round of voting. All processes create their votes with the same names in the same order."""
 
     def __init__(self, name: str, identity: Identity, seconds: float):
-        """Process 0 waits `seconds` for each answer, the others wait `seconds` for the conclusion."""
+        """Process 0 waits up to `seconds` for each answer, and the others wait up to `seconds` for the conclusion."""
         self._name = name
         self._identity = identity
         self._seconds = seconds
@@ -189,9 +194,11 @@ class Vote:
         return self._failed is not None or _value_if_set(f"{self._key}/{key}") is not None
 
     def conclude(self, judge: Callable[[list[str]], str]) -> str | None:
-        """Waits for the answers; on process 0, `judge` acts on them and returns what failed, or an empty text.
+        """Waits for the conclusion. In process 0, waits for all answers; `judge` acts on them, and returns why the
+        round failed, or an empty text.
 
-        Returns in every process why the round failed, or None. Raises `PeerError` if a process does not answer.
+        Returns the reason for the failure in every process, or None if there was none. Raises `PeerError` if a process
+        does not answer.
         """
         if self._identity.process_id == 0:
             reason = self._collect() or judge([text for _, text in sorted(self._answers.items())])
@@ -202,11 +209,11 @@ class Vote:
             try:
                 reason = _client().blocking_key_value_get(f"{self._key}/conclusion", int(self._seconds * 1000))
             except Exception as error:
-                raise self._missing("process 0", error) from error
+                raise self._no_answer_error("process 0", error) from error
         return reason or None
 
     def _collect(self) -> str:
-        """Waits for all answers. Returns why the round failed, or an empty text."""
+        """Waits for all answers in process 0. Returns why the round failed, or an empty text."""
         for process in range(1, self._identity.processes):
             deadline = time.monotonic() + self._seconds
             while process not in self._answers and not self._failure():
@@ -215,7 +222,7 @@ class Vote:
                     self._answers[process] = _client().blocking_key_value_get(key, int(_POLL_SECONDS * 1000))
                 except Exception as error:
                     if "DEADLINE_EXCEEDED" not in str(error) or time.monotonic() > deadline:
-                        raise self._missing(f"process {process}", error) from error
+                        raise self._no_answer_error(f"process {process}", error) from error
         return self._failure()
 
     def _failure(self) -> str:
@@ -223,7 +230,7 @@ class Vote:
             self._failed = _value_if_set(f"{self._key}/failed")
         return self._failed or ""
 
-    def _missing(self, who: str, error: Exception) -> PeerError:
+    def _no_answer_error(self, who: str, error: Exception) -> PeerError:
         return PeerError(f"{who} did not answer in '{self._name}' within {self._seconds:g} s: {error}")
 
 
@@ -238,13 +245,13 @@ def _value_if_set(key: str) -> str | None:
 
 
 def _unique(name: str) -> str:
-    """Returns the name with a count of its uses in this process, since a key cannot be set twice.
+    """Returns the name with the number of its uses in this process, since a key cannot be set twice.
 
-    The count agrees among processes, because all make the same calls in the same order.
+    The number is the same in all processes, because they all make the same calls in the same order.
     """
-    with _uses_lock:
-        _uses[name] += 1
-        return f"{name} {_uses[name]}"
+    with _name_uses_lock:
+        _name_uses[name] += 1
+        return f"{name} {_name_uses[name]}"
 
 
 def _client() -> Any:

@@ -1,7 +1,7 @@
 """Sets the variables that XLA, JAX and NCCL read before a process uses GPUs, and checks that XLA accepts them.
 
-Each process sets them itself, whatever has started it; variables that are already set take precedence. XLA aborts a
-process, without an exception, for a flag that this jaxlib does not know: so a child process tries the flags first.
+Each process sets them itself, whatever has started it. Variables that are already set take precedence. XLA aborts a
+process, without an exception, for a flag that this jaxlib does not know, so a child process tries the flags first.
 """
 
 import os
@@ -20,11 +20,11 @@ MEMORY_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 JAX_MEMORY_FRACTION, OUR_MEMORY_FRACTION = 0.75, 0.92
 """Default fraction of a GPU's memory that a process reserves: JAX's, and the one set here."""
 
-SHOWN = (FLAGS, "JAX_PLATFORMS", MEMORY_FRACTION, "NCCL_DEBUG")
-"""Variables that change what a run does on its devices."""
+SHOWN_VARIABLES = (FLAGS, "JAX_PLATFORMS", MEMORY_FRACTION, "NCCL_DEBUG")
+"""Variables that a run shows, because they change what it does on its devices."""
 
 _NCCL_TIMEOUT = "--xla_gpu_nccl_termination_timeout_seconds"
-_CHILD_SECONDS = 60.0
+_CHILD_TIMEOUT_SECONDS = 60.0
 
 SUCCESSORS: dict[str, str | None] = {
     "xla_gpu_graph_level": "xla_gpu_enable_command_buffer",
@@ -53,16 +53,16 @@ SUCCESSORS: dict[str, str | None] = {
         )
     ),
 }
-"""Flags of recipes that newer versions of XLA no longer have, and their replacements; None if XLA does it by itself, or
-not at all."""
+"""Flags of recipes that newer versions of XLA no longer have, and their replacements. None means that XLA now does
+the same without a flag, or no longer does it."""
 
 
 def prepare(config: Config, environment: MutableMapping[str, str] = os.environ, gpus: int | None = None) -> None:
     """Completes the environment of this process, before JAX is imported, and checks it.
 
-    `gpus` is the number that the process sees; None counts them. Without GPUs, or with `launch.settings: none`, it sets
-    at most JAX_PLATFORMS=cpu. Raises `ConfigError` for flags that would abort the process, and for values that JAX does
-    not accept.
+    `gpus` is the number of GPUs that the process sees; None counts them. Without GPUs, or with `launch.settings: none`,
+    no variable other than JAX_PLATFORMS=cpu is set. Raises `ConfigError` for flags that would abort the process, and
+    for values that JAX does not accept.
     """
     gpus = len(visible_gpus(environment, gpus_here())) if gpus is None else gpus
     if not gpus:
@@ -71,17 +71,17 @@ def prepare(config: Config, environment: MutableMapping[str, str] = os.environ, 
         environment.update(_gpu_variables(config, environment))
     check_flags(environment)
     try:
-        import_module("jax")  # reads its own variables now
+        import_module("jax")  # JAX reads its own variables now
     except ValueError as error:
         raise ConfigError(f"environment: JAX does not accept a variable: {error}; correct or unset it") from error
 
 
 def _gpu_variables(config: Config, environment: Mapping[str, str]) -> dict[str, str]:
-    """Returns the variables to set. Values that the environment has already take precedence."""
+    """Returns the variables to set. Values that are already in the environment take precedence."""
     flags = environment.get(FLAGS, "")
     if _NCCL_TIMEOUT not in flags:
-        # Without it, a collective that stalls in its kernel hangs for ever. Our own timeouts are shorter, and name the
-        # process at fault.
+        # Without this flag, a collective that stalls in its kernel hangs for ever. Our own timeouts are shorter, and
+        # name the process at fault.
         flags = f"{flags} {_NCCL_TIMEOUT}={config.nccl_timeout_seconds:.0f}".strip()
     return {
         # By default JAX leaves a quarter of a GPU's memory to other programs; a run has the GPU to itself.
@@ -93,7 +93,7 @@ def _gpu_variables(config: Config, environment: Mapping[str, str]) -> dict[str, 
 
 
 def check_flags(environment: Mapping[str, str]) -> None:
-    """Raises `ConfigError` for an XLA_FLAGS that would abort the process, with the replacement of each flag."""
+    """Raises `ConfigError` if XLA_FLAGS would abort the process, with the replacement of each unknown flag."""
     flags = environment.get(FLAGS, "").strip()
     if not flags:
         return
@@ -103,7 +103,7 @@ def check_flags(environment: Mapping[str, str]) -> None:
         capture_output=True,
         text=True,
         errors="replace",
-        timeout=_CHILD_SECONDS,
+        timeout=_CHILD_TIMEOUT_SECONDS,
     )
     if child.returncode == 0:
         return

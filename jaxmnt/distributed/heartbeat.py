@@ -1,9 +1,9 @@
 """Detects failed, lost, silent and hanging processes of a run, and ends the run with the name of the process at fault.
 
-Every process keeps its connection to process 0 from the rendezvous. A process that is about to fail sends the reason;
-the kernel closes the connection of one that is killed; one that is suspended or cut off no longer sends its position
-every second. Process 0 informs all, and each exits with a message that names the process at fault. So no process waits
-for JAX's heartbeat, which aborts without naming any.
+Every process keeps its connection to process 0 from the rendezvous. A process that is about to fail sends the reason.
+If a process is killed, the kernel closes its connection. If it is suspended or cut off from the network, it no longer
+sends its position every second. Process 0 informs all processes, and each exits with a message that names the process
+at fault. So no process waits for JAX's heartbeat, which aborts without naming a process.
 """
 
 import contextlib
@@ -17,21 +17,21 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from typing import Any, NoReturn
 
-from jaxmnt.distributed.failure_detector import BEAT_SECONDS, Act, FailureDetector, Lost
+from jaxmnt.distributed.failure_detector import BEAT_SECONDS, Action, ConnectionLost, FailureDetector
 from jaxmnt.distributed.identity import Identity
-from jaxmnt.distributed.json_socket import LONGEST_LINE, JsonSocket
+from jaxmnt.distributed.json_socket import MAX_LINE_BYTES, JsonSocket
 from jaxmnt.distributed.messages import STARTING, Beat, Bye, Here, Inquiry, Message, Position, Verdict, parse_message
 from jaxmnt.distributed.rendezvous_server import Peer
 from jaxmnt.distributed.termination import ExitHandler, ExitReason, may_mean_a_lost_peer
 from jaxmnt.errors import ExitCode, code_of, summary
 
-_VERDICT_SECONDS = 10.0
-"""Seconds that a process without progress waits for process 0's verdict."""
-_DRAIN_SECONDS = 1.0
-_LOST_PEER_SECONDS = 3.0
-_NOTE_SECONDS = 1.0
-_LONGEST_WHY = 10_000
-_MOST_REPORTS = 10_000
+_VERDICT_TIMEOUT_SECONDS = 10.0
+"""Time for which a process without progress waits for process 0's verdict."""
+_DRAIN_TIMEOUT_SECONDS = 1.0
+_LOST_PEER_TIMEOUT_SECONDS = 3.0
+_STACKS_TIMEOUT_SECONDS = 1.0
+_MAX_REASON_CHARACTERS = 10_000
+_MAX_REPORTS = 10_000
 _DISCONNECTED = "disconnected without a message: it was killed, its host was lost, or it called exit"
 _UNKNOWN_MESSAGE = "sent a message that this version does not know; run the same jaxmnt in every process"
 
@@ -41,30 +41,33 @@ class Heartbeat:
     run fails. A process without connections has no thread."""
 
     def __init__(
-        self, identity: Identity, peers: dict[int, Peer], exit_handler: ExitHandler, silence: float, patience: float
-    ):
-        """A process counts as lost after `silence` seconds without a message, or after `patience` until it settles."""
+        self, identity: Identity, peers: dict[int, Peer], exit_handler: ExitHandler,
+        silence_seconds: float, settling_seconds: float,
+    ):  # fmt: skip
+        """`silence_seconds` and `settling_seconds` are the limits of `FailureDetector`."""
         self._identity = identity
         self._link = Link({process: peer.connection for process, peer in sorted(peers.items())})
         hosts = {identity.process_id: socket.gethostname()} | {i: peer.host for i, peer in peers.items()}
         self._host = hosts[identity.process_id]
-        self._detector = FailureDetector(identity, hosts, silence, patience, lambda: self.position())
+        self._detector = FailureDetector(identity, hosts, silence_seconds, settling_seconds, lambda: self.position())
         self.clock = peers[0].clock if 0 in peers else (0.0, 0.0)
         """Bounds, in seconds, of how far this process's clock is ahead of process 0's."""
         self.exit_handler = exit_handler
         self.position: Callable[[], Position] = lambda: STARTING
-        """Returns the position of this process. Called from a thread."""
+        """Function that returns the position of this process. It is called from a thread."""
         self.note_stacks: Callable[[], None] = lambda: None
-        """Writes the stack of each thread to a file, once a process makes no progress."""
+        """Function that writes the stack of each thread to a file. It is called once, when a process makes no
+        progress."""
         self.report: Callable[[], list[Any]] = lambda: []
-        """Returns measurements for process 0, as JSON. Called from a thread at each beat, except in process 0."""
-        self._reports: deque[tuple[int, list[Any]]] = deque(maxlen=_MOST_REPORTS)
+        """Function that returns measurements for process 0, as JSON. It is called from a thread at each beat, but not
+        in process 0."""
+        self._reports: deque[tuple[int, list[Any]]] = deque(maxlen=_MAX_REPORTS)
         self.take_report: Callable[[int, list[Any]], None] | None = None
-        """Handles each report of another process, in process 0, from a thread; also those that came before it was set.
-        It must not raise."""
+        """Function that process 0 calls, from a thread, with the number of another process and a report from it. It
+        also gets the reports that arrived before it was set. It must not raise an exception."""
         self.may_fail: frozenset[str] = frozenset()
-        """Packages whose failure does not end the run: exceptions in their threads are only printed."""
-        self._halted: str | None = None
+        """Packages whose failure does not end the run, because exceptions in their threads are only printed."""
+        self._halt_reason: str | None = None
         self._stacks_noted = False
         self._leaving = False
         self._announced = threading.Event()
@@ -76,21 +79,24 @@ class Heartbeat:
 
     @property
     def failing(self) -> bool:
-        """True if this process already fails by itself: then reports of other processes no longer matter."""
+        """True if this process is about to exit for a reason of its own, so that reports from others no longer
+        matter."""
         return self.exit_handler.exit_reason is not None
 
     def fail(self, why: str, code: ExitCode) -> ExitReason:
-        """Tells the other processes that this one fails, and why. Returns once they know, or after a few seconds."""
+        """Tells the other processes that this one is failing, and why. Returns once that is sent, or after a few
+        seconds."""
         process = self._identity.process_id
-        return self.announce(ExitReason("failed", why[:_LONGEST_WHY], code, process, self._host))
+        return self.announce(ExitReason("failed", why[:_MAX_REASON_CHARACTERS], code, process, self._host))
 
     def announce(self, exit_reason: ExitReason) -> ExitReason:
-        """Tells the other processes why this one exits. Returns the reason, or an earlier one if it already exits."""
+        """Tells the other processes why this one is exiting. Returns that reason, or the earlier one if this process
+        was already about to exit."""
         if not self.failing:
             self.exit_handler.exit_reason = exit_reason
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._link.wake()
-            self._announced.wait(_LOST_PEER_SECONDS)
+            self._announced.wait(_LOST_PEER_TIMEOUT_SECONDS)
         return self.exit_handler.exit_reason or exit_reason
 
     def end(self, why: str, code: ExitCode = ExitCode.FAILURE) -> NoReturn:
@@ -98,31 +104,31 @@ class Heartbeat:
         self.exit_handler.exit_now(self.fail(why, code))
 
     def halt(self, why: str) -> NoReturn:
-        """Reports that this process makes no progress: process 0 asks every process for its position, and ends the
+        """Reports that this process makes no progress. Process 0 then asks every process for its position, and ends the
         run."""
         if self._thread.is_alive():
-            self._halted = why
+            self._halt_reason = why
             self._link.wake()
-            time.sleep(_VERDICT_SECONDS)  # the verdict ends this process
+            time.sleep(_VERDICT_TIMEOUT_SECONDS)  # the verdict ends this process
         self._note_stacks_once()
         self.exit_handler.exit_now(ExitReason("hang", f"{why}: {self.position()}", ExitCode.PEER))
 
     def wait_for_verdict(self) -> None:
-        """Waits a few seconds after a sign that a peer is lost, so that the heartbeat can identify it.
+        """Waits a few seconds, after a sign that a peer is lost, for the heartbeat to identify the peer.
 
-        If it does, it ends this process with the name of the peer; else this returns.
+        If the heartbeat identifies it, it ends this process with the name of the peer. Otherwise this method returns.
         """
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
-            time.sleep(_LOST_PEER_SECONDS)
+            time.sleep(_LOST_PEER_TIMEOUT_SECONDS)
 
     def leave(self) -> None:
         """Tells the other processes that this one leaves without a failure, and stops listening."""
         self._leaving = True
         if self._thread.is_alive():
             self._link.wake()
-            self._thread.join(_LOST_PEER_SECONDS)
+            self._thread.join(_LOST_PEER_TIMEOUT_SECONDS)
 
-    # In the thread.
+    # The methods below run in the thread.
 
     def _listen(self) -> None:
         beat = time.monotonic()
@@ -132,54 +138,54 @@ class Heartbeat:
             if time.monotonic() >= beat + BEAT_SECONDS:
                 beat = time.monotonic()
                 self._link.send(Beat(self.position(), self.report() if self._identity.process_id else []))
-                self._act(self._detector.beat())
+                self._perform(self._detector.beat())
         self._link.send(Bye())
 
     def _receive(self, seconds: float) -> None:
         for process, event in self._link.receive(seconds):
             if isinstance(event, Beat) and event.report:
                 self._reports.append((process, event.report))
-            self._act(self._detector.on_event(process, event))
+            self._perform(self._detector.on_event(process, event))
         while self.take_report is not None and self._reports:
             self.take_report(*self._reports.popleft())
 
     def _handle_local_events(self) -> None:
         """Handles the failure or the halt that another thread of this process has reported."""
         if self.exit_handler.exit_reason is not None and not self._announced.is_set():
-            self._act(self._detector.fail(self.exit_handler.exit_reason))
+            self._perform(self._detector.fail(self.exit_handler.exit_reason))
             self._announced.set()
-        if self._halted is not None and not self.failing:
-            self._act(self._detector.halt(self._halted))
-            self._halted = None
+        if self._halt_reason is not None and not self.failing:
+            self._perform(self._detector.halt(self._halt_reason))
+            self._halt_reason = None
 
-    def _act(self, acts: list[Act]) -> None:
-        for act in acts:
-            if not isinstance(act, ExitReason):
-                self._link.send(act)
+    def _perform(self, actions: list[Action]) -> None:
+        for action in actions:
+            if not isinstance(action, ExitReason):
+                self._link.send(action)
             elif not self.failing and not self._leaving:
-                self.exit_handler.exit_now(act)
-            if isinstance(act, Verdict):
-                self._link.drain(_DRAIN_SECONDS)  # process 0 exits last, because it hosts JAX's service
-            if isinstance(act, Inquiry | Here):
+                self.exit_handler.exit_now(action)
+            if isinstance(action, Verdict):
+                self._link.drain(_DRAIN_TIMEOUT_SECONDS)  # process 0 exits last, because it hosts JAX's service
+            if isinstance(action, Inquiry | Here):
                 self._note_stacks_once()
 
     def _note_stacks_once(self) -> None:
-        """Writes the stacks, in a thread of its own, since a hanging file system must not stop this one for long."""
+        """Writes the stacks in a separate thread, since a hanging file system must not stop this one for long."""
         if not self._stacks_noted:
             self._stacks_noted = True
             thread = threading.Thread(target=self.note_stacks, name="stacks", daemon=True)
             thread.start()
-            thread.join(_NOTE_SECONDS)
+            thread.join(_STACKS_TIMEOUT_SECONDS)
 
 
 def disconnected_heartbeat(identity: Identity) -> Heartbeat:
-    """Returns a heartbeat without connections, for a run that has, or watches, no other processes."""
+    """Returns a heartbeat without connections, for a run that has no other processes, or does not watch them."""
     return Heartbeat(identity, {}, ExitHandler(identity.label), 0.0, 0.0)
 
 
 @contextlib.contextmanager
 def ending_on_exceptions_in_threads(heartbeat: Heartbeat) -> Iterator[None]:
-    """Within this context, an uncaught exception in any thread ends the process, as one in the main thread does."""
+    """Within this context, an uncaught exception in any thread ends the process, like one in the main thread."""
 
     def end_on_exception(arguments: threading.ExceptHookArgs) -> None:
         threading.__excepthook__(arguments)
@@ -207,13 +213,13 @@ class Link:
 
     def __init__(self, connections: dict[int, JsonSocket]):
         self.connections = connections
-        # The first messages may have arrived with the end of the rendezvous: a selector does not see those.
+        # The first messages may have arrived with the end of the rendezvous, where a selector does not see them.
         self._ready: Iterable[int | None] = tuple(connections)
         self._wakeup_read, self._wakeup_write = socket.socketpair()
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._wakeup_read, selectors.EVENT_READ, None)
         for process, connection in connections.items():
-            connection.longest_line = LONGEST_LINE
+            connection.max_line_bytes = MAX_LINE_BYTES
             self._selector.register(connection, selectors.EVENT_READ, process)
 
     def wake(self) -> None:
@@ -227,8 +233,8 @@ class Link:
             with contextlib.suppress(OSError):  # a peer that cannot receive is detected by its silence
                 connection.send(record)
 
-    def receive(self, seconds: float) -> Iterator[tuple[int, Message | Lost]]:
-        """Yields the messages and losses of connections, each with its process. Waits for at most `seconds`."""
+    def receive(self, seconds: float) -> Iterator[tuple[int, Message | ConnectionLost]]:
+        """Yields each message or loss of a connection, with the number of its process. Waits for at most `seconds`."""
         ready = self._ready or [event.data for event, _ in self._selector.select(max(0.0, seconds))]
         self._ready = ()
         for process in ready:
@@ -245,7 +251,7 @@ class Link:
             for _ in self.receive(0.05):
                 pass
 
-    def _read(self, process: int) -> Iterator[Message | Lost]:
+    def _read(self, process: int) -> Iterator[Message | ConnectionLost]:
         connection = self.connections[process]
         more = True
         try:
@@ -259,9 +265,9 @@ class Link:
                 more = connection.has_messages
         except OSError:
             self._drop(process)
-            yield Lost(_DISCONNECTED)
+            yield ConnectionLost(_DISCONNECTED)
         except ValueError:
-            yield Lost(_UNKNOWN_MESSAGE)
+            yield ConnectionLost(_UNKNOWN_MESSAGE)
 
     def _drop(self, process: int) -> None:
         connection = self.connections.pop(process, None)

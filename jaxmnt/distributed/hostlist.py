@@ -1,4 +1,4 @@
-"""Expands Slurm's short forms: `gpu[001-003,007]` for host names, `2(x3),1` for a number per host.
+"""Expands Slurm's short forms, such as `gpu[001-003,007]` for host names and `2(x3),1` for a number per host.
 
 The forms are those of Slurm's manual: https://slurm.schedmd.com/scontrol.html (hostlists) and sbatch's
 `SLURM_TASKS_PER_NODE`.
@@ -13,13 +13,13 @@ from jaxmnt.errors import shortened
 
 _MAX_NAMES = 100_000
 _MAX_DIGITS = 18
-"""Most digits that a number may have."""
+"""Maximum number of digits in a number."""
 
 
 def expand_hostlist(text: str) -> list[str]:
-    """Returns the names of a hostlist, in its order.
+    """Returns the names in a hostlist, in its order.
 
-    Raises `ValueError` if the text is not a hostlist, and before a very long one takes much memory.
+    Raises `ValueError` if the text is not a hostlist, or if it has more than 100,000 names.
     """
     names: list[str] = []
     for part in _split(text):
@@ -37,7 +37,8 @@ def expand_hostlist(text: str) -> list[str]:
 
 
 def expand_counts(text: str) -> list[int]:
-    """Returns the numbers of a list such as `2(x3),1`: 2, 2, 2, 1. Raises `ValueError` for any other text."""
+    """Returns the numbers in a list such as `2(x3),1`, which stands for 2, 2, 2, 1. Raises `ValueError` for other
+    text."""
     counts: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?", part.strip())
@@ -50,18 +51,19 @@ def expand_counts(text: str) -> list[int]:
 def _split(text: str) -> list[str]:
     """Splits a hostlist at the commas that are not in brackets."""
     parts = [""]
-    inside = False
+    in_brackets = False
     for piece in re.split(r"([\[\],])", text):
-        if piece == "," and not inside:
+        if piece == "," and not in_brackets:
             parts.append("")
             continue
-        inside = piece == "[" or (inside and piece != "]")
+        in_brackets = piece == "[" or (in_brackets and piece != "]")
         parts[-1] += piece
     return [part.strip() for part in parts]
 
 
 class _Numbers:
-    """Iterates over numbers such as `001-003,007`: 001, 002, 003, 007. Raises `ValueError` for any other text."""
+    """Iterates over the numbers in a text such as `001-003,007`, which stands for 001, 002, 003, 007. Raises
+    `ValueError` for any other text."""
 
     def __init__(self, text: str):
         self._ranges: list[tuple[range, int]] = []

@@ -1,4 +1,4 @@
-"""Determines the number of this process, the count of all, and its GPUs, from the config or from its launcher."""
+"""Determines this process's number, the number of all processes, and its GPUs, from the config or from a launcher."""
 
 import os
 import re
@@ -16,7 +16,7 @@ VARIABLES = {
     "processes": "JAX_NUM_PROCESSES",
     "process_id": "JAX_PROCESS_ID",
 }
-"""Environment variables for these settings: the names that JAX itself reads."""
+"""The environment variable of each setting. JAX itself reads the same variables."""
 
 _MAX_PROCESSES = 100_000
 
@@ -29,7 +29,7 @@ class Identity:
     processes: int = 1
     coordinator: str | None = None
     local_devices: tuple[int, ...] | None = None
-    """Indices of its GPUs among the GPUs that it sees; None means all of them."""
+    """Indices of this process's GPUs among the GPUs that it sees; None means all of them."""
 
     @property
     def alone(self) -> bool:
@@ -44,7 +44,7 @@ class Identity:
 
     @property
     def label(self) -> str:
-        """`process 1 of 4 on HOST`, or an empty text in a single process."""
+        """A text such as `process 1 of 4 on HOST`; empty in a run with a single process."""
         return "" if self.alone else f"process {self.process_id} of {self.processes} on {socket.gethostname()}"
 
 
@@ -60,10 +60,10 @@ class Survey:
     identity: Identity
     source: str
     """Launcher that the identity comes from, or `explicit`; empty if nothing describes this process."""
-    read: dict[str, str]
-    """Settings and variables that the identity comes from."""
+    used: dict[str, str]
+    """Settings and variables that the identity was read from, with their values."""
     ignored: dict[str, str]
-    """For each launcher whose variables were ignored, the reason."""
+    """For each launcher whose variables were ignored, the reason why."""
 
 
 def identify(cluster: Cluster, gpus: int | None = None) -> Identity:
@@ -79,8 +79,9 @@ def survey(
 ) -> Survey:
     """Determines the identity of this process, and where it comes from.
 
-    Each setting comes from `cluster`, else from JAX's variables, else from the launcher's. `gpus` is the number of GPUs
-    of this machine; None counts them. Raises `ConfigError` if the settings are incomplete or contradict each other.
+    Each setting comes from `cluster`, or else from JAX's variables, or else from the launcher's. `gpus` is the number
+    of GPUs in this machine; None counts them. Raises `ConfigError` if the settings are incomplete or contradict each
+    other.
     """
     launcher = cluster.launcher
     explicit = _explicit(cluster, environment)
@@ -97,13 +98,13 @@ def survey(
     winner = complete[0] if complete else Claim("")
     _check_contradictions([explicit, *usable])
     if trouble and winner.launcher != "explicit" and winner.processes == 1:
-        raise ConfigError(trouble)  # else each of several intended processes would run as a single one
+        raise ConfigError(trouble)  # otherwise each of several processes would start a run of its own
     identity = _identity(winner, _devices(cluster, winner, environment, gpus))
     return Survey(identity, winner.launcher, winner.used, _ignored_claims(all_claims, selected, winner))
 
 
 def _explicit(cluster: Cluster, environment: Mapping[str, str]) -> Claim:
-    """Returns the claim of a person or of `launch local`: from the config, else from JAX's variables."""
+    """Returns the claim that a person or `launch local` makes through the config, or else through JAX's variables."""
     settings, used = {}, {}
     for name, variable in VARIABLES.items():
         setting, text = getattr(cluster, name), environment.get(variable)
@@ -112,7 +113,7 @@ def _explicit(cluster: Cluster, environment: Mapping[str, str]) -> Claim:
             used[f"cluster.{name}"] = str(setting)
         elif text:
             is_number = name != "coordinator"
-            settings[name] = parse_number(variable, text, least=int(name == "processes")) if is_number else text
+            settings[name] = parse_number(variable, text, minimum=int(name == "processes")) if is_number else text
             used[variable] = text
     return Claim("explicit", used=used, **settings)
 
@@ -129,7 +130,7 @@ def _is_complete(claim: Claim) -> bool:
 
 
 def _require_complete(launcher: str, explicit: Claim, usable: list[Claim], trouble: str) -> None:
-    """Raises `ConfigError` if any setting is present, since no claim is complete."""
+    """Raises `ConfigError` if any setting is present. Called if no claim is complete."""
     if trouble:
         raise ConfigError(trouble)
     if launcher in LAUNCHERS and not usable:
@@ -158,7 +159,7 @@ def _require_complete(launcher: str, explicit: Claim, usable: list[Claim], troub
 
 
 def _check_contradictions(all_claims: list[Claim]) -> None:
-    """Raises `ConfigError` if two claims differ in the number of this process, or in the count of all."""
+    """Raises `ConfigError` if two claims differ in this process's number or in the number of all processes."""
     for name in ("processes", "process_id"):
         with_setting = [claim for claim in all_claims if getattr(claim, name) is not None]
         for claim in with_setting[1:]:
@@ -178,6 +179,7 @@ def _with_source(number: int, claim: Claim) -> str:
 def _devices(
     cluster: Cluster, winner: Claim, environment: Mapping[str, str], gpus: int | None
 ) -> tuple[int, ...] | None:
+    """Returns the indices of this process's GPUs among those that it sees; None means all of them."""
     if cluster.local_devices is not None:
         return tuple(cluster.local_devices)
     if environment.get("JAX_PLATFORMS") == "cpu":
@@ -186,6 +188,7 @@ def _devices(
 
 
 def _identity(winner: Claim, devices: tuple[int, ...] | None) -> Identity:
+    """Converts a claim to an identity. Raises `ConfigError` if its numbers or its coordinator are invalid."""
     processes = winner.processes or 1
     process_id = winner.process_id or 0
     if process_id >= processes:
@@ -194,7 +197,7 @@ def _identity(winner: Claim, devices: tuple[int, ...] | None) -> Identity:
             f"(0 to {processes - 1}); correct it or cluster.processes"
         )
     if processes > _MAX_PROCESSES:
-        raise ConfigError(f"cluster.processes: {processes} are more than {_MAX_PROCESSES}; correct it")
+        raise ConfigError(f"cluster.processes: {processes} is more than the maximum of {_MAX_PROCESSES}; correct it")
     if processes == 1:
         return Identity(local_devices=devices)
     assert winner.coordinator is not None
@@ -207,12 +210,13 @@ def _identity(winner: Claim, devices: tuple[int, ...] | None) -> Identity:
 
 def _is_host(text: str) -> bool:
     """Returns True if a text is a host name or an IP address; only an IPv6 address may have brackets."""
-    inside = text[1:-1] if text.startswith("[") and text.endswith("]") else text
-    return text.isprintable() and (is_address(inside) or (inside == text and not set(text) & set(":[]")))
+    without_brackets = text[1:-1] if text.startswith("[") and text.endswith("]") else text
+    is_name = without_brackets == text and not set(text) & set(":[]")
+    return text.isprintable() and (is_address(without_brackets) or is_name)
 
 
 def _ignored_claims(all_claims: list[Claim], selected: list[Claim], winner: Claim) -> dict[str, str]:
-    """Returns, for each launcher whose claim was ignored, the reason."""
+    """Returns the reason why each ignored claim was ignored, by launcher."""
     ignored = {}
     for claim in all_claims:
         if claim not in selected:

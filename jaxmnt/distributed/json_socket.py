@@ -1,4 +1,4 @@
-"""Sends and receives JSON objects as lines over a TCP connection, which a selector may watch together with others."""
+"""Sends and receives JSON objects as lines over a TCP connection, which a selector can watch together with others."""
 
 import json
 import math
@@ -7,32 +7,33 @@ from typing import Any
 
 from jaxmnt.strict_json import json_text
 
-LONGEST_LINE = 2**18
-_SEND_SECONDS = 1.0
-_DIGITS = 20
+MAX_LINE_BYTES = 2**18
+_SEND_TIMEOUT_SECONDS = 1.0
+_MAX_DIGITS = 20
 
 
 def parse(line: bytes) -> dict[str, Any]:
-    """Returns the object in a line. Raises `ValueError` for any other content, and for numbers that are too large."""
+    """Returns the JSON object in a line. Raises `ValueError` for any other content, and for numbers that are too
+    large."""
     try:
-        message = json.loads(line.decode(), parse_constant=_finite, parse_int=_integer, parse_float=_finite)
+        message = json.loads(line.decode(), parse_constant=_number, parse_int=_integer, parse_float=_number)
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
     if not isinstance(message, dict):
-        raise ValueError("no object")
+        raise ValueError("not an object")
     return message
 
 
 def _integer(text: str) -> int:
-    if len(text) > _DIGITS:
+    if len(text) > _MAX_DIGITS:
         raise ValueError("a number too large")
     return int(text)
 
 
-def _finite(text: str) -> float:
+def _number(text: str) -> float:
     number = float(text)
     if not math.isfinite(number):
-        raise ValueError("a number too large, or none")
+        raise ValueError("a number too large, or not a number")
     return number
 
 
@@ -45,23 +46,23 @@ class JsonSocket:
 
     def __init__(self, connection: socket.socket):
         self.connection = connection
-        self.longest_line = LONGEST_LINE
-        """Most bytes that a line may have; fewer during the rendezvous."""
+        self.max_line_bytes = MAX_LINE_BYTES
+        """Maximum number of bytes in a line, which is lower during the rendezvous."""
         self._received = b""
         self._messages: list[dict[str, Any]] = []
         self._error: ValueError | None = None
-        """Error in the line that follows `_messages`."""
+        """Error in the line that follows those of `_messages`."""
 
     def fileno(self) -> int:
         return self.connection.fileno()
 
-    def send(self, message: dict[str, Any], seconds: float = _SEND_SECONDS) -> None:
+    def send(self, message: dict[str, Any], seconds: float = _SEND_TIMEOUT_SECONDS) -> None:
         """Sends a message. Raises `OSError` if the peer is gone, or does not accept it within `seconds`."""
         self.connection.settimeout(seconds)
         self.connection.sendall(json_text(message).encode() + b"\n")
 
     def receive(self, seconds: float = 0.0) -> list[dict[str, Any]]:
-        """Returns messages that have already arrived, else those that arrive within `seconds`; the list may be empty.
+        """Returns the messages that have already arrived, or else those that arrive within `seconds`, if any.
 
         Raises `OSError` if the peer is gone, and `ValueError` if it has sent an invalid line.
         """
@@ -81,7 +82,7 @@ class JsonSocket:
 
     @property
     def has_messages(self) -> bool:
-        """True if a message or an error has already been read from the socket, so that a selector does not show it."""
+        """True if a message or an error has already been read from the socket, where a selector no longer sees it."""
         return bool(self._messages) or self._error is not None
 
     def is_closed(self) -> bool:
@@ -108,7 +109,7 @@ class JsonSocket:
         *lines, self._received = (self._received + chunk).split(b"\n")
         try:
             for line in (*lines, self._received):
-                if len(line) > self.longest_line:
+                if len(line) > self.max_line_bytes:
                     raise ValueError("a line without an end")
             for line in lines:
                 self._messages.append(parse(line))

@@ -1,7 +1,7 @@
 """Reads the identity of a process from the variables of its launcher: one reader for each kind of launcher.
 
-A reader returns a `Claim`, or None if no variable of its launcher is set. It never guesses: the claim's `trouble` tells
-which information is missing.
+A reader returns a `Claim`, or None if no variable of its launcher is set. It never guesses. If
+information is missing, the claim's `trouble` says which.
 """
 
 import ipaddress
@@ -21,11 +21,12 @@ Environment = Mapping[str, str]
 _Item = TypeVar("_Item")
 
 DEFAULT_PORT = 12355
-_FIRST_PORT, _PORTS = 61440, 4096
-"""First and number of the ports above those that Linux assigns by itself (net.ipv4.ip_local_port_range)."""
+_FIRST_PORT, _NUM_PORTS = 61440, 4096
+"""The first of the ports above those that Linux assigns by itself (net.ipv4.ip_local_port_range), and how many of them
+are used."""
 _LOCALHOST = "127.0.0.1"
 _MAX_NUMBER = 2**32 - 1
-"""Largest number of a process, host, job or step that any launcher uses."""
+"""Maximum number of a process, host, job or step in any launcher."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Claim:
-    """The identity of this process according to one launcher. Fields that it does not provide are None."""
+    """The identity of this process according to one launcher. Fields that the launcher does not provide are None."""
 
     launcher: str
     process_id: int | None = None
@@ -59,9 +60,9 @@ class Claim:
     """HOST:PORT."""
     neighbours: Neighbours = field(default_factory=Neighbours)
     used: dict[str, str] = field(default_factory=dict)
-    """Variables that it was read from."""
+    """Variables that the claim was read from, with their values."""
     trouble: str = ""
-    """Reason for which the claim cannot be used, and what to do; empty if it can."""
+    """Why the claim cannot be used, and what to do about it; empty if it can be used."""
 
     def __str__(self) -> str:
         if self.processes is None or self.process_id is None:
@@ -86,34 +87,36 @@ def slurm(environment: Environment, machine: Machine) -> Claim | None:
         return _outside_srun(environment)
     if parse_number("SLURM_HET_SIZE", environment.get("SLURM_HET_SIZE") or "1") > 1:
         return Claim("slurm", trouble="a heterogeneous Slurm job has no single list of tasks; set cluster.* by hand")
-    read = _Reader("slurm", environment)
-    processes, process_id = read.number("SLURM_STEP_NUM_TASKS"), read.number("SLURM_PROCID")
+    reader = _Reader("slurm", environment)
+    processes, process_id = reader.number("SLURM_STEP_NUM_TASKS"), reader.number("SLURM_PROCID")
     if processes == 1 and {environment.get(name, "1") for name in ("SLURM_NTASKS", "SLURM_NNODES")} != {"1"}:
         return _outside_srun(environment)  # an interactive shell, in a step that keeps the allocation's variables
-    node = read.number("SLURM_NODEID")
-    local_rank = read.number("SLURM_LOCALID")
-    hosts = read.parsed("SLURM_STEP_NODELIST", expand_hostlist)
-    tasks = read.parsed("SLURM_STEP_TASKS_PER_NODE", expand_counts)
+    node = reader.number("SLURM_NODEID")
+    local_rank = reader.number("SLURM_LOCALID")
+    hosts = reader.parsed("SLURM_STEP_NODELIST", expand_hostlist)
+    tasks = reader.parsed("SLURM_STEP_TASKS_PER_NODE", expand_counts)
     if len(hosts) != len(tasks) or sum(tasks) != processes or node >= len(hosts) or local_rank >= tasks[node]:
         raise ConfigError(
-            f"the variables of Slurm contradict each other: {format_variables(read.used)}; start with srun"
+            f"the variables of Slurm contradict each other: {format_variables(reader.used)}; start with srun"
         )
-    gpus = read.optional_number("SLURM_GPUS_ON_NODE")
-    read.optional_number("SLURM_RESTART_COUNT")  # only shown: how often the job was requeued
-    # All tasks compute the same port, and different steps of a job different ones.
-    port = _FIRST_PORT + (job + 509 * int(step)) % _PORTS
+    gpus = reader.optional_number("SLURM_GPUS_ON_NODE")
+    reader.optional_number("SLURM_RESTART_COUNT")  # read only to be shown: how often the job was requeued
+    # All tasks compute the same port, but different steps of a job compute different ports.
+    port = _FIRST_PORT + (job + 509 * int(step)) % _NUM_PORTS
     first = hosts[0] if len(hosts) > 1 else _LOCALHOST
     return Claim(
-        "slurm", process_id, processes, f"{first}:{port}", Neighbours(local_rank, tasks[node], gpus), read.used
+        "slurm", process_id, processes, f"{first}:{port}", Neighbours(local_rank, tasks[node], gpus), reader.used
     )  # fmt: skip
 
 
 _FIRST_SPECIAL_STEP = 2**32 - 16
-"""First of the numbers that Slurm gives to steps that srun did not start."""
+"""First of the step numbers that Slurm gives to steps that srun did not start."""
 _NAMES_OF_SPECIAL_STEPS = ("", "interactive", "batch", "extern")
 
 
 def _outside_srun(environment: Environment) -> Claim:
+    """Returns the claim for a process of a Slurm job that srun did not start. It has a `trouble` if the job has several
+    tasks or nodes."""
     names = ("SLURM_NTASKS", "SLURM_NNODES", "SLURM_JOB_NUM_NODES", "SLURM_NTASKS_PER_NODE")
     count = next((text for name in names if (text := environment.get(name, "1")) not in ("", "1")), None)
     job = environment["SLURM_JOB_ID"]
@@ -125,39 +128,39 @@ def _outside_srun(environment: Environment) -> Claim:
 
 
 def kubernetes(environment: Environment, machine: Machine) -> Claim | None:
-    """Reads the claim for a pod of an Indexed Job, alone or in a JobSet, with a headless service.
+    """Reads the claim for a pod of an Indexed Job, by itself or in a JobSet, with a headless service.
 
-    Kubernetes sets the index; the name of pod 0 follows from this pod's. No access to the API server is needed. The
-    manifest must provide the number of pods (`JAX_NUM_PROCESSES`). In a JobSet of several jobs it must also provide the
-    label `job-global-index` as `JOB_GLOBAL_INDEX`, the pods of each job as `PROCESSES_IN_JOB`, and
+    Kubernetes sets the index, and the name of pod 0 follows from this pod's name. No access to the API server is
+    needed. The manifest must provide the number of pods (`JAX_NUM_PROCESSES`). In a JobSet of several jobs it must also
+    provide the label `job-global-index` as `JOB_GLOBAL_INDEX`, the pods of each job as `PROCESSES_IN_JOB`, and
     `JAX_COORDINATOR_ADDRESS`.
     """
     if "JOB_COMPLETION_INDEX" not in environment:
         return None
-    read = _Reader("kubernetes", environment)
-    index = read.number("JOB_COMPLETION_INDEX")
-    job = read.optional_number("JOB_GLOBAL_INDEX")
-    pods = read.optional_number("PROCESSES_IN_JOB")
+    reader = _Reader("kubernetes", environment)
+    index = reader.number("JOB_COMPLETION_INDEX")
+    job = reader.optional_number("JOB_GLOBAL_INDEX")
+    pods = reader.optional_number("PROCESSES_IN_JOB")
     if pods is not None and index >= pods:
         raise ConfigError(
-            f"JOB_COMPLETION_INDEX: {index} is beyond the {pods} pods of its job ({format_variables(read.used)}); set "
-            "PROCESSES_IN_JOB to the completions of each job"
+            f"JOB_COMPLETION_INDEX: {index} is beyond the {pods} pods of its job ({format_variables(reader.used)}); "
+            "set PROCESSES_IN_JOB to the completions of each job"
         )
     if job is not None and pods is not None:
-        return Claim("kubernetes", job * pods + index, used=read.used)
+        return Claim("kubernetes", job * pods + index, used=reader.used)
     service = machine.domain.partition(".")[0]
     in_jobset = re.fullmatch(rf"{re.escape(service)}-.+-([0-9]+)-[0-9]+", machine.hostname) if service else None
     if (in_jobset and int(in_jobset[1]) > 0) or job:
         return Claim(
             "kubernetes",
-            used=read.used,
+            used=reader.used,
             trouble=f"pod {machine.hostname} is in one of several jobs of a JobSet, and how many pods each has is not "
             "known; set JOB_GLOBAL_INDEX (from the label jobset.sigs.k8s.io/job-global-index) and PROCESSES_IN_JOB",
         )
     if not service or not machine.hostname.endswith(f"-{index}"):
-        return Claim("kubernetes", index, used=read.used)
+        return Claim("kubernetes", index, used=reader.used)
     first = machine.hostname.removesuffix(str(index)) + "0"
-    used = read.used | {"host name": f"{machine.hostname}.{machine.domain}"}
+    used = reader.used | {"host name": f"{machine.hostname}.{machine.domain}"}
     return Claim("kubernetes", index, None, f"{first}.{machine.domain}:{DEFAULT_PORT}", used=used)
 
 
@@ -166,24 +169,24 @@ def mpi(environment: Environment, machine: Machine) -> Claim | None:
     names = next((names for names in _MPI_NAMES if environment.get(names[0])), None)
     if names is None:
         return None
-    read = _Reader("mpi", environment)
-    process_id = read.number(names[0])
-    processes, local_rank, local_processes = map(read.optional_number, names[1:])
+    reader = _Reader("mpi", environment)
+    process_id = reader.number(names[0])
+    processes, local_rank, local_processes = map(reader.optional_number, names[1:])
     if processes is None:
-        return Claim("mpi", process_id, used=read.used)
-    _check_local(local_rank, local_processes, read.used)
-    # The job's number in mpirun's URI makes the port differ among jobs; its address is that of process 0's host.
+        return Claim("mpi", process_id, used=reader.used)
+    _check_local(local_rank, local_processes, reader.used)
+    # The job's number in mpirun's URI gives each job a different port. The address in it is that of process 0's host.
     uri = re.match(r"([0-9]+)\.[0-9]+;tcp6?://(\[[^\]]+\]|[^:,\[]+)", environment.get(_MPIRUN_URI, ""))
-    port = _FIRST_PORT + zlib.crc32(uri[1].encode()) % _PORTS if uri else DEFAULT_PORT
+    port = _FIRST_PORT + zlib.crc32(uri[1].encode()) % _NUM_PORTS if uri else DEFAULT_PORT
     coordinator = None
     if local_processes == processes:
         coordinator = f"{_LOCALHOST}:{port}"
     elif uri:
         coordinator = f"{uri[2]}:{port}"
     if uri:
-        read.used[_MPIRUN_URI] = environment[_MPIRUN_URI]
+        reader.used[_MPIRUN_URI] = environment[_MPIRUN_URI]
     neighbours = Neighbours(local_rank or 0, local_processes or 1)
-    return Claim("mpi", process_id, processes, coordinator, neighbours, read.used)
+    return Claim("mpi", process_id, processes, coordinator, neighbours, reader.used)
 
 
 _MPI_NAMES = (
@@ -191,7 +194,7 @@ _MPI_NAMES = (
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     ("PMIX_RANK", "PMIX_SIZE", "PMIX_LOCAL_RANK", "PMIX_LOCAL_SIZE"),
 )
-"""Variables of the rank and the number of processes, in the run and on this machine."""
+"""Variables for the rank and the number of processes in the run, and the same on this machine."""
 _MPIRUN_URI = "OMPI_MCA_orte_hnp_uri"
 """Variable with the job's number and the address of mpirun itself."""
 
@@ -201,7 +204,7 @@ def torchrun(environment: Environment, machine: Machine) -> Claim | None:
     rank, size = environment.get("RANK", ""), environment.get("WORLD_SIZE", "")
     if not rank and size in ("", "1"):
         return None
-    read = _Reader("torchrun", environment)
+    reader = _Reader("torchrun", environment)
     if not rank or not size:
         if rank == "0":
             return Claim("torchrun", used={"RANK": "0"})
@@ -210,21 +213,21 @@ def torchrun(environment: Environment, machine: Machine) -> Claim | None:
             used={name: environment[name] for name in ("RANK", "WORLD_SIZE") if environment.get(name)},
             trouble="RANK and WORLD_SIZE belong together, but only one is set; set both, or unset the other",
         )
-    process_id = read.number("RANK")
-    processes = read.number("WORLD_SIZE")
-    local_rank = read.optional_number("LOCAL_RANK")
-    local_processes = read.optional_number("LOCAL_WORLD_SIZE")
+    process_id = reader.number("RANK")
+    processes = reader.number("WORLD_SIZE")
+    local_rank = reader.optional_number("LOCAL_RANK")
+    local_processes = reader.optional_number("LOCAL_WORLD_SIZE")
     host = _parse_master(environment.get("MASTER_ADDR", "").strip())
-    port = read.optional_number("MASTER_PORT") or DEFAULT_PORT
-    _check_local(local_rank, local_processes, read.used)
+    port = reader.optional_number("MASTER_PORT") or DEFAULT_PORT
+    _check_local(local_rank, local_processes, reader.used)
     if host:
-        read.used["MASTER_ADDR"] = environment["MASTER_ADDR"]
+        reader.used["MASTER_ADDR"] = environment["MASTER_ADDR"]
     if environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         port += 1  # torchrun's own store listens on that port
     name = f"[{host}]" if host and ":" in host else host
     return Claim(
         "torchrun", process_id, processes, f"{name}:{port}" if name else None,
-        Neighbours(local_rank or 0, local_processes or 1), read.used,
+        Neighbours(local_rank or 0, local_processes or 1), reader.used,
     )  # fmt: skip
 
 
@@ -269,9 +272,9 @@ LAUNCHERS: dict[str, Callable[[Environment, Machine], Claim | None]] = {
 def claims(environment: Environment, machine: Machine) -> list[Claim]:
     """Returns the claims of all launchers whose variables are set. A claim with invalid variables has a `trouble`."""
     all_claims = []
-    for name, reader in LAUNCHERS.items():
+    for name, read_claim in LAUNCHERS.items():
         try:
-            claim = reader(environment, machine)
+            claim = read_claim(environment, machine)
         except ConfigError as error:
             claim = Claim(name, trouble=str(error))
         if claim is not None:
@@ -280,16 +283,16 @@ def claims(environment: Environment, machine: Machine) -> list[Claim]:
 
 
 def _check_range(claim: Claim) -> Claim:
-    """Returns the claim, with a `trouble` if the number of the process is not below the number of processes."""
+    """Returns the claim. If the process's number is not below the number of processes, the claim gets a `trouble`."""
     if claim.trouble or claim.processes is None or claim.process_id is None or claim.process_id < claim.processes:
         return claim
     return replace(claim, trouble=f"{claim}, which is out of range; correct the variables or unset them")
 
 
 class _Reader:
-    """Reads variables of one launcher, and records which it has read in `used`.
+    """Reads variables of one launcher, and records in `used` which it has read.
 
-    Its methods raise `ConfigError` for a variable that is missing or invalid.
+    The methods raise `ConfigError` for a variable that is missing or invalid.
     """
 
     def __init__(self, launcher: str, environment: Environment):
@@ -321,14 +324,14 @@ class _Reader:
             raise ConfigError(f"{name}: {error}; start with srun") from error
 
 
-def parse_number(name: str, text: str, least: int = 0, most: int = _MAX_NUMBER) -> int:
-    """Returns the number in `text`, the content of variable `name`.
+def parse_number(name: str, text: str, minimum: int = 0, maximum: int = _MAX_NUMBER) -> int:
+    """Returns the number in `text`, which is the content of the variable `name`.
 
-    Raises `ConfigError` for anything but ASCII digits, and for a number that is not between `least` and `most`.
+    Raises `ConfigError` for anything but ASCII digits, and for a number that is not between `minimum` and `maximum`.
     """
     text = text.strip()
     if not re.fullmatch(r"[0-9]{1,20}", text):
         raise ConfigError(f"{name}: {shortened(text)!r} is not a number; correct the environment variable")
-    if not least <= int(text) <= most:
-        raise ConfigError(f"{name}: {text} is not between {least} and {most}; correct the environment variable")
+    if not minimum <= int(text) <= maximum:
+        raise ConfigError(f"{name}: {text} is not between {minimum} and {maximum}; correct the environment variable")
     return int(text)

@@ -1,4 +1,5 @@
-"""Listens on process 0's port. A client must prove in time that it has the run's key, before any line of it is read."""
+"""Listens on process 0's port. Before any of its lines is read, a client must prove in time that it has the run's
+key."""
 
 import errno
 import selectors
@@ -13,15 +14,15 @@ from jaxmnt.distributed import authentication
 from jaxmnt.distributed.json_socket import JsonSocket
 from jaxmnt.errors import listed, remark
 
-_PROOF_SECONDS = 10.0
+_PROOF_TIMEOUT_SECONDS = 10.0
 _MAX_STRANGERS = 64
-"""Most unauthenticated connections at a time, in addition to one of each process."""
-_CHUNK = _LONGEST_HELLO = 2**14
+"""Maximum number of unauthenticated connections at a time, in addition to one for each process."""
+_CHUNK_BYTES = _MAX_HELLO_BYTES = 2**14
 _MAX_REPORTED_ADDRESSES = 8
 _MAX_COUNTED_ADDRESSES = 1000
-_LOOK_SECONDS, _PAUSE_SECONDS = 1.0, 0.05
-_NO_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-_ALREADY_CLOSED = (
+_POLL_SECONDS, _RETRY_SECONDS = 1.0, 0.05
+_RESOURCE_ERRORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+_CLOSED_CONNECTION_ERRORS = (
     errno.EAGAIN, errno.ECONNABORTED, errno.EINTR, errno.EPROTO,
     # Network errors of the new connection, which Linux passes on; EPERM comes from a firewall. See accept(2).
     errno.ENETDOWN, errno.ENOPROTOOPT, errno.EHOSTDOWN, errno.ENONET, errno.EHOSTUNREACH, errno.EOPNOTSUPP,
@@ -31,22 +32,22 @@ _ALREADY_CLOSED = (
 
 @dataclass
 class _Unauthenticated:
-    """A client that has connected, and has not proved yet that it has the key."""
+    """A client that has connected, but has not yet proved that it has the key."""
 
     address: str
-    since: float
+    connected_at: float
     nonce: bytes
     received: bytes = b""
 
 
 ReceivedMessage = tuple[JsonSocket, dict[str, Any] | None]
-"""A message of an authenticated client; None if the client has disconnected, or has sent an invalid line."""
+"""An authenticated client, and its message; None if the client has disconnected, or has sent an invalid line."""
 
 
 class Listener:
     """Accepts and authenticates clients on process 0's port.
 
-    Strangers (clients without the key) cost little, are counted and reported by address, and do not end the run.
+    Strangers (clients without the key) are counted and reported by address. They cost little, and do not end the run.
     """
 
     def __init__(self, server: socket.socket, key: bytes, processes: int):
@@ -69,7 +70,7 @@ class Listener:
     def wait(self, seconds: float) -> list[ReceivedMessage]:
         """Waits for messages and returns them. Returns early, perhaps without any, as soon as a connection is ready."""
         messages: list[ReceivedMessage] = []
-        for event, _ in self._selector.select(max(0.0, min(seconds, _LOOK_SECONDS))):
+        for event, _ in self._selector.select(max(0.0, min(seconds, _POLL_SECONDS))):
             if event.fileobj is self._server:
                 self._accept()
             elif event.fileobj in self._strangers:
@@ -80,7 +81,7 @@ class Listener:
         return messages
 
     def drop(self, connection: JsonSocket) -> None:
-        """Closes an authenticated connection, unless an earlier message of the same batch has led to that already."""
+        """Closes an authenticated connection, unless an earlier message in the same batch has already caused that."""
         if connection in self.authenticated:
             del self.authenticated[connection]
             self._unregister(connection)
@@ -96,7 +97,7 @@ class Listener:
 
     @property
     def refusal_summary(self) -> str:
-        """Sentence about the clients without the key; empty if there were none."""
+        """A sentence about the clients without the key; empty if there were none."""
         if not self.refused:
             return ""
         addresses = listed(list(self.refused), _MAX_REPORTED_ADDRESSES)
@@ -105,32 +106,34 @@ class Listener:
 
     def _accept(self) -> None:
         try:
-            connection, end = self._server.accept()
+            connection, peer_address = self._server.accept()
         except OSError as error:
-            if error.errno in _NO_RESOURCES:
+            if error.errno in _RESOURCE_ERRORS:
                 if not self._drop_a_stranger():
-                    time.sleep(_PAUSE_SECONDS)
-            elif error.errno not in _ALREADY_CLOSED:
+                    time.sleep(_RETRY_SECONDS)
+            elif error.errno not in _CLOSED_CONNECTION_ERRORS:
                 raise
             return
         if len(self._strangers) >= self._max_strangers:
             self._drop_a_stranger()
-        stranger = _Unauthenticated(str(end[0]).removeprefix("::ffff:"), time.monotonic(), authentication.new_nonce())
+        address = str(peer_address[0]).removeprefix("::ffff:")
+        stranger = _Unauthenticated(address, time.monotonic(), authentication.new_nonce())
         connection.setblocking(False)
         self._strangers[connection] = stranger
         self._selector.register(connection, selectors.EVENT_READ)
-        if not _sent(connection, authentication.greeting(stranger.nonce)):
+        if not _send_completely(connection, authentication.greeting(stranger.nonce)):
             self._refuse(connection, silent=True)
 
     def _drop_a_stranger(self) -> bool:
-        """Refuses the oldest connection of the address that has the most, and returns True; False if there is none.
+        """Refuses the oldest connection from the address that has the most connections, so that a client that connects
+        again and again displaces only itself.
 
-        So a client that connects again and again displaces only itself.
+        Returns False if there is no stranger.
         """
         if not self._strangers:
             return False
         busiest = Counter(stranger.address for stranger in self._strangers.values()).most_common(1)[0][0]
-        oldest = next(connection for connection, it in self._strangers.items() if it.address == busiest)
+        oldest = next(connection for connection, stranger in self._strangers.items() if stranger.address == busiest)
         self._refuse(oldest)
         return True
 
@@ -138,14 +141,19 @@ class Listener:
         now = time.monotonic()
         if now < self._next_check:
             return
-        self._next_check = now + _LOOK_SECONDS
-        slow = [connection for connection, it in self._strangers.items() if now - it.since > _PROOF_SECONDS]
+        self._next_check = now + _POLL_SECONDS
+        slow = [
+            connection
+            for connection, stranger in self._strangers.items()
+            if now - stranger.connected_at > _PROOF_TIMEOUT_SECONDS
+        ]
         for connection in slow:
             self._refuse(connection)
 
     def _examine(self, connection: socket.socket, stranger: _Unauthenticated) -> None:
-        """Authenticates or refuses a client once its proof is complete. It must not send more before the answer."""
-        chunk = _received(connection)
+        """Authenticates or refuses a client once its proof is complete. The client must send nothing else until
+        then."""
+        chunk = _receive_available(connection)
         if chunk is None:
             return
         stranger.received += chunk
@@ -155,15 +163,15 @@ class Listener:
         if answer is not None:
             del self._strangers[connection]
             client = JsonSocket(connection)
-            client.longest_line = _LONGEST_HELLO
+            client.max_line_bytes = _MAX_HELLO_BYTES
             self._selector.unregister(connection)
             self._selector.register(client, selectors.EVENT_READ)
             self.authenticated[client] = None
-            if not _sent(connection, answer):
+            if not _send_completely(connection, answer):
                 self.drop(client)
             return
         if authentication.is_proof(stranger.received):
-            _sent(connection, authentication.REFUSAL)
+            _send_completely(connection, authentication.REFUSAL)
             if stranger.address not in self.with_another_key and len(self.with_another_key) < _MAX_COUNTED_ADDRESSES:
                 self.with_another_key.append(stranger.address)
         self._refuse(connection, silent=not stranger.received)
@@ -172,7 +180,7 @@ class Listener:
         try:
             for message in connection.receive():
                 yield connection, message
-            if connection.has_messages:  # the next line is invalid: raises its error
+            if connection.has_messages:  # the next line is invalid, and this raises its error
                 connection.receive()
         except (OSError, ValueError):
             self.drop(connection)
@@ -185,7 +193,7 @@ class Listener:
     def _refuse(self, connection: socket.socket, *, silent: bool = False) -> None:
         """Closes and counts the connection of a stranger, and reports its address once.
 
-        `silent` clients, which disconnect without sending anything, as health checks do, are only counted.
+        A `silent` client, which disconnects without sending anything, like a health check, is only counted.
         """
         address = self._strangers[connection].address
         if address not in self.refused and len(self.refused) >= _MAX_COUNTED_ADDRESSES:
@@ -199,18 +207,18 @@ class Listener:
             remark(f"note: {address} connected without the run's key; is run.dir shared?")
 
 
-def _received(connection: socket.socket) -> bytes | None:
-    """Returns the bytes that have arrived; None if there are none yet, empty bytes if the peer has disconnected."""
+def _receive_available(connection: socket.socket) -> bytes | None:
+    """Returns the bytes that have arrived: None if there are none yet, and empty if the peer has disconnected."""
     try:
-        return connection.recv(_CHUNK)
+        return connection.recv(_CHUNK_BYTES)
     except BlockingIOError:
         return None
     except OSError:
         return b""
 
 
-def _sent(connection: socket.socket, text: bytes) -> bool:
-    """Sends bytes, and returns True if the kernel takes them all, as it does for few bytes on a new connection."""
+def _send_completely(connection: socket.socket, text: bytes) -> bool:
+    """Sends bytes. Returns True if the kernel takes all of them, as it does with a few bytes on a new connection."""
     try:
         return connection.send(text) == len(text)
     except OSError:

@@ -17,9 +17,10 @@ class Position:
     """Number of steps that the process has begun."""
     phase: PrintableText
     settled: bool = False
-    """True once a step is finished, and with it everything that takes long only the first time."""
+    """True once the process has finished a step, and with it everything that takes long only the first time."""
     own: bool = False
-    """True if the process waits for something of its own, such as input, not for the devices or another process."""
+    """True if the process is waiting for something of its own, such as input, and not for the devices or for another
+    process."""
 
     def __str__(self) -> str:
         return f"in step {self.step}, {self.phase}" if self.step else self.phase
@@ -30,7 +31,7 @@ STARTING = Position(0, "starting")
 
 @dataclass
 class Beat:
-    """The sender is alive."""
+    """Says that the sender is alive, and where it is."""
 
     position: Position
     report: list[Any] = field(default_factory=list)
@@ -40,7 +41,7 @@ class Beat:
 
 @dataclass
 class Failed:
-    """The sender fails by itself."""
+    """Says that the sender is failing, for a reason of its own."""
 
     why: PrintableText
     code: ExitCode = ExitCode.PEER
@@ -49,7 +50,7 @@ class Failed:
 
 @dataclass
 class Stopped:
-    """The sender was asked to stop before its first step."""
+    """Says that the sender was asked to stop before its first step."""
 
     why: PrintableText
     code: ExitCode = ExitCode.STOPPED
@@ -58,7 +59,7 @@ class Stopped:
 
 @dataclass
 class Halted:
-    """The sender makes no progress."""
+    """Says that the sender makes no progress."""
 
     why: PrintableText
     kind: Literal["halted"] = "halted"
@@ -66,14 +67,14 @@ class Halted:
 
 @dataclass
 class Inquiry:
-    """Process 0 asks every process for its position."""
+    """Asks every process for its position. Sent by process 0."""
 
     kind: Literal["inquiry"] = "inquiry"
 
 
 @dataclass
 class Here:
-    """The answer to an inquiry."""
+    """Answers an inquiry with the position of the sender."""
 
     position: Position
     kind: Literal["here"] = "here"
@@ -81,7 +82,7 @@ class Here:
 
 @dataclass
 class GaveUp:
-    """The sender has lost process 0."""
+    """Says that the sender has lost process 0."""
 
     why: PrintableText
     kind: Literal["gave_up"] = "gave_up"
@@ -89,16 +90,16 @@ class GaveUp:
 
 @dataclass
 class Verdict:
-    """Process 0 ends the run."""
+    """Ends the run in every process. Sent by process 0."""
 
     exit_reason: ExitReason | AbandonedStart
-    """Parsed from JSON as the class that has all of its fields."""
+    """Parsed from JSON as whichever of the two classes has all of the fields."""
     kind: Literal["verdict"] = "verdict"
 
 
 @dataclass
 class Bye:
-    """The sender leaves without a failure."""
+    """Says that the sender is leaving without a failure."""
 
     kind: Literal["bye"] = "bye"
 
@@ -106,4 +107,4 @@ class Bye:
 Message = Beat | Failed | Stopped | Halted | Inquiry | Here | GaveUp | Verdict | Bye
 _adapter: TypeAdapter[Message] = TypeAdapter(Annotated[Message, Field(discriminator="kind")])
 parse_message = _adapter.validate_python
-"""Converts a JSON object to a message. Raises `ValueError` for objects that no process of this version sends."""
+"""Converts a JSON object to a message. Raises `ValueError` for an object that no process of this version would send."""

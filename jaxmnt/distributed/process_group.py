@@ -38,30 +38,30 @@ def joined(
 ) -> Iterator[Heartbeat]:
     """Within this context, the processes of the run form one JAX runtime in which each uses all devices that it sees.
 
-    First joins the rendezvous, and raises the errors of `rendezvous.join`. `digest_of_data` returns the digest of the
-    data; if it raises a `UserError`, every process reports it. `early_exit` gets the functions that report an early
-    stop to the other processes. After the rendezvous the heartbeat ends this process when another one fails; an
-    exception raised inside the context is reported to the others, and without one all processes leave together. A
-    single process skips the rendezvous and gets a heartbeat without connections.
+    This process first joins the rendezvous, which may raise the errors of `rendezvous.join`. `digest_of_data` returns
+    the digest of the data. If it raises a `UserError`, every process reports that. `early_exit` gets the functions that
+    report an early stop to the other processes. After the rendezvous, the heartbeat ends this process when another one
+    fails. An exception raised inside the context is reported to the other processes. Without one, all processes leave
+    together. A single process skips the rendezvous, and gets a heartbeat without connections.
     """
     cluster = config.cluster
     early_exit = early_exit or EarlyExit(identity, exit_handler)
-    silence = cluster.silence_timeout_seconds
-    # Shorter than JAX's own timeout, which aborts without naming a process.
-    patience = 0.9 * cluster.heartbeat_timeout_seconds
+    silence_seconds = cluster.silence_timeout_seconds
+    # This is shorter than JAX's own timeout, after which JAX aborts without naming a process.
+    settling_seconds = 0.9 * cluster.heartbeat_timeout_seconds
     if identity.alone:
         if identity.local_devices is not None:
             import jax
 
             jax.config.update("jax_cuda_visible_devices", ",".join(map(str, identity.local_devices)))
-        heartbeat = Heartbeat(identity, {}, exit_handler, silence, patience)
+        heartbeat = Heartbeat(identity, {}, exit_handler, silence_seconds, settling_seconds)
         early_exit.fail = heartbeat.end
         with reporting_failures(heartbeat):
             yield heartbeat
         return
-    # A process with trouble still joins the rendezvous, so that the others report the trouble.
+    # A process that cannot take part still joins the rendezvous, so that the others report its trouble.
     digest, trouble, log = "", None, os.devnull
-    key = secrets.token_bytes()  # matches no other process: without the key, process 0 only learns its address
+    key = secrets.token_bytes()  # this random key matches no other process; process 0 then learns only the address
     try:
         log = str(_native_log(config.run_dir, identity))
         key = authentication.run_key(config.run_dir)
@@ -72,8 +72,8 @@ def joined(
         with early_exit.during_rendezvous():
             facts, limit = _facts(config, digest), cluster.start_timeout_seconds
             peers = rendezvous.join(identity, facts, limit, key, trouble, lambda: early_exit.reason)
-            # Still inside, so that a request to stop reaches the other processes at every moment.
-            heartbeat = Heartbeat(identity, peers, exit_handler, silence, patience)
+            # The heartbeat starts inside this context, so that a request to stop reaches the others at any time.
+            heartbeat = Heartbeat(identity, peers, exit_handler, silence_seconds, settling_seconds)
             early_exit.tell, early_exit.fail = heartbeat.announce, heartbeat.end
             heartbeat.start()
         with reporting_failures(heartbeat):
@@ -86,17 +86,17 @@ def joined(
 def _jax_runtime(identity: Identity, config: Config) -> Iterator[None]:
     """Within this context, JAX is connected to all processes.
 
-    They leave together, since JAX waits for all; after an exception this process does not wait.
+    They leave it together, since JAX waits for all of them. After an exception, this process does not wait.
     """
     import jax
 
-    # JAX's own handler would swallow SIGTERM; the request to stop is sent with the batches instead.
+    # JAX's own handler would swallow SIGTERM. Instead, the request to stop is sent with the batches.
     jax.config.update("jax_enable_preemption_service", False)
     jax.distributed.initialize(
         identity.coordinator,
         identity.processes,
         identity.process_id,
-        # JAX's detection would assign one GPU to each task of Slurm, however many there are.
+        # JAX's detection would assign one GPU to each task of Slurm, however many GPUs it has.
         cluster_detection_method="deactivate",
         local_device_ids=None if identity.local_devices is None else list(identity.local_devices),
         coordinator_bind_address=_bind_address(identity),
@@ -110,10 +110,11 @@ def _jax_runtime(identity: Identity, config: Config) -> Iterator[None]:
 
 @contextmanager
 def reporting_failures(heartbeat: Heartbeat) -> Iterator[None]:
-    """Reports an exception raised inside the context to the other processes, before any cleanup outside, and re-raises.
+    """Reports an exception raised inside the context to the other processes, before any cleanup outside it, and raises
+    it again.
 
-    If JAX or a wait of ours reports a lost process, the heartbeat usually knows which, and ends this process with its
-    name; else a `PeerError` is raised.
+    If the exception means that a process is lost, the heartbeat usually knows which, and ends this process with a
+    message that names it. Otherwise a `PeerError` is raised.
     """
     try:
         yield
@@ -134,7 +135,7 @@ def reporting_failures(heartbeat: Heartbeat) -> Iterator[None]:
 
 
 def _bind_address(identity: Identity) -> str | None:
-    """Returns the address that JAX's service binds in process 0; None for JAX's default, all interfaces."""
+    """Returns the address to which JAX's service is bound in process 0. None means JAX's default, all interfaces."""
     host = listening_address(identity)[0] if identity.process_id == 0 else ""
     if not host:
         return None
@@ -148,10 +149,10 @@ def _facts(config: Config, data_digest: str) -> dict[str, str]:
 
 
 def host_names(identity: Identity) -> dict[int, str]:
-    """Returns a unique name for the machine of each process. Several processes can be on one machine.
+    """Returns a name for the machine of each process, which is unique to the machine. Several processes may share one.
 
-    Machines are distinguished by the boot id of their kernel, not by host name: containers on one machine have
-    different host names, and machines started from one image may all have the same.
+    Machines are distinguished by the boot id of their kernel, not by host name, because containers on one machine have
+    different host names, and machines started from one image may all have the same host name.
     """
     if identity.alone:
         return {0: socket.gethostname()}
@@ -163,7 +164,7 @@ def host_names(identity: Identity) -> dict[int, str]:
 
 
 def machine_id() -> str:
-    """Returns an identifier of this machine: the boot id of its kernel, else its host name."""
+    """Returns an identifier of this machine: the boot id of its kernel or, without one, its host name."""
     return kernel_text(Path("/proc/sys/kernel/random/boot_id")) or socket.gethostname()
 
 
@@ -200,19 +201,20 @@ def _redirect_native_output(path: str) -> Iterator[None]:
         sys.stdout = previous_stdout
 
 
-_PACKAGES = {
+_PACKAGES_OF_SOFTWARE = {
     "jax version": ("jax",),
     "jaxlib version": ("jaxlib",),
     "CUDA plugin version": ("jax-cuda12-plugin", "jax-cuda13-plugin"),
     "NCCL version": ("nvidia-nccl-cu12", "nvidia-nccl-cu13"),
 }
-_DRIVER = Path("/proc/driver/nvidia/version")
+_DRIVER_FILE = Path("/proc/driver/nvidia/version")
 
 
 def software() -> dict[str, str]:
-    """Returns versions, and a digest of jaxmnt's own code. The version of missing software is `none`."""
+    """Returns the versions of all software that a run depends on, and a digest of jaxmnt's own code. The version of
+    missing software is `none`."""
     versions = {"jaxmnt version": jaxmnt.__version__, "jaxmnt's code": _code_digest()}
-    for name, packages in _PACKAGES.items():
+    for name, packages in _PACKAGES_OF_SOFTWARE.items():
         versions[name] = next(filter(None, map(_version, packages)), "none")
     if os.environ.get("JAX_PLATFORMS") != "cpu":
         versions["driver version"] = _driver_version()
@@ -247,7 +249,7 @@ def _version(package: str) -> str | None:
 
 
 def _driver_version() -> str:
-    text = kernel_text(_DRIVER)
+    text = kernel_text(_DRIVER_FILE)
     if not text:
         return "none"
     match = re.search(r"Kernel Module\s+(?:for \S+\s+)?([\d.]+)", text)

@@ -1,8 +1,8 @@
-"""Suppresses messages about a missing driver from JAX's plugin for CUDA where it is installed only for plans.
+"""Suppresses messages about a missing driver from JAX's plugin for CUDA, if the plugin is installed only for plans.
 
-On a machine without a GPU each of the plugin's libraries reports, while it is loaded, that there is no driver, and no
-setting can prevent it. So stderr is redirected to a file during the load, and everything else that was written to it is
-copied to stderr afterwards.
+On a machine without a GPU, each of the plugin's libraries reports while it is loaded that there is no driver, and no
+setting can prevent that. So stderr is redirected to a file during the load, and everything else that was written to it
+is copied to stderr afterwards.
 """
 
 import importlib.abc
@@ -19,8 +19,8 @@ from typing import BinaryIO
 from jaxmnt.distributed.local_gpus import has_cuda_plugin_without_gpu
 
 _PLUGINS = ("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13")
-_LOADING = ("jax", *_PLUGINS)
-"""Modules that load such libraries, when they are imported or in their function `initialize`."""
+_LOADING_MODULES = ("jax", *_PLUGINS)
+"""Modules that load the plugin's libraries, when they are imported or in their function `initialize`."""
 
 _STDERR = 2
 _MISSING_DRIVER = re.compile(
@@ -31,18 +31,18 @@ _MISSING_DRIVER = re.compile(
 
 
 def install() -> None:
-    """Makes later imports of JAX quiet about a missing driver, unless the environment requests a GPU."""
+    """Hides messages about a missing driver during later imports of JAX, unless the environment requests a GPU."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds the modules in `_LOADING` as Python does, and wraps their loaders."""
+    """Finds the modules in `_LOADING_MODULES` as Python does, and wraps their loaders."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if name not in _LOADING or _gpus_requested() or not has_cuda_plugin_without_gpu():
+        if name not in _LOADING_MODULES or _gpus_requested() or not has_cuda_plugin_without_gpu():
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path, target)
         if spec is not None and spec.loader is not None:
@@ -51,7 +51,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 class _QuietLoader(importlib.abc.Loader):
-    """Wraps a module's loader, and restores it when the module is loaded."""
+    """Wraps a module's loader, which it puts back when it loads the module."""
 
     def __init__(self, loader: importlib.abc.Loader):
         self._loader = loader
@@ -63,10 +63,10 @@ class _QuietLoader(importlib.abc.Loader):
         module.__loader__ = self._loader
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
-        with without_missing_driver():
+        with hide_missing_driver():
             self._loader.exec_module(module)
         if module.__name__ in _PLUGINS and (initialize := vars(module).get("initialize")) is not None:
-            vars(module)["initialize"] = without_missing_driver()(initialize)
+            vars(module)["initialize"] = hide_missing_driver()(initialize)
 
 
 def _gpus_requested() -> bool:
@@ -74,7 +74,7 @@ def _gpus_requested() -> bool:
 
 
 @contextmanager
-def without_missing_driver() -> Iterator[None]:
+def hide_missing_driver() -> Iterator[None]:
     """Captures stderr within this context, and at its end writes all but the lines about a missing driver to stderr.
 
     If stderr is closed, or no file can be created, nothing is captured. If the process is killed meanwhile, the
@@ -85,21 +85,21 @@ def without_missing_driver() -> Iterator[None]:
             stderr = os.dup(_STDERR)
             stack.callback(os.close, stderr)
             captured = stack.enter_context(tempfile.TemporaryFile())
-            _flush()
+            _flush_stderr()
             os.dup2(captured.fileno(), _STDERR)
-            stack.callback(_write_out, captured, stderr)
+            stack.callback(_restore_stderr, captured, stderr)
         yield
 
 
-def _write_out(captured: BinaryIO, stderr: int) -> None:
+def _restore_stderr(captured: BinaryIO, stderr: int) -> None:
     """Restores stderr, and writes the captured output to it."""
-    _flush()
+    _flush_stderr()
     os.dup2(stderr, _STDERR)
     captured.seek(0)
     with suppress(OSError), open(_STDERR, "wb", closefd=False) as stream:  # its reader may be gone
         stream.write(_MISSING_DRIVER.sub(b"", captured.read()))
 
 
-def _flush() -> None:
+def _flush_stderr() -> None:
     with suppress(OSError, ValueError, AttributeError):  # it may be closed, or not exist
         sys.stderr.flush()

@@ -2,8 +2,8 @@
 
 `jax.distributed.initialize` answers every such mistake with the same uncatchable abort. Here process 0 listens on the
 coordinator's own port; each other process proves that it has the run's key, and sends its hello in one line of JSON.
-When all are connected, or time is up, process 0 sends the outcome to all and stops listening, so that JAX can use the
-port. The connections stay open for a `Heartbeat`.
+When all are connected, or the time is up, process 0 sends the outcome to all and stops listening, so that JAX can use
+the port. The connections stay open for a `Heartbeat`.
 """
 
 import contextlib
@@ -17,8 +17,8 @@ from jaxmnt.distributed.identity import Identity
 from jaxmnt.distributed.json_socket import JsonSocket
 from jaxmnt.distributed.listener import Listener
 from jaxmnt.distributed.rendezvous_server import (
-    LONGEST_TROUBLE,
-    LOOK_SECONDS,
+    MAX_TROUBLE_CHARACTERS,
+    POLL_SECONDS,
     Hello,
     Peer,
     RendezvousServer,
@@ -28,12 +28,14 @@ from jaxmnt.distributed.termination import AbsentError, StoppedError, stopped_er
 from jaxmnt.errors import ConfigError, ExitCode, PeerError, PreflightError, UserError, error_of, printable_lines, remark
 
 _RETRY_SECONDS, _RETRY_REFUSED_SECONDS = 0.1, 1.0
-_PROOF_SECONDS, _LEAST_SECONDS = 10.0, 1.0
-"""Most and least seconds that process 0 has to prove that it has the key; the latter when time is almost up."""
-_REFUSED_SECONDS = 20.0
-"""Seconds that a process with another key than process 0 retries: another job may be about to leave that port."""
+_MAX_PROOF_SECONDS, _MIN_PROOF_SECONDS = 10.0, 1.0
+"""Maximum and minimum time that process 0 has to prove that it has the key. The minimum applies when the time for the
+rendezvous is almost up."""
+_REFUSAL_TIMEOUT_SECONDS = 20.0
+"""Time for which a process retries if process 0 has another key, because another job may be about to leave that
+port."""
 _OTHER_FILES = 512
-"""Allowance for files and connections of process 0 other than those to the other processes."""
+"""Number of files that process 0 may open in addition to its connections to the other processes."""
 
 
 def join(
@@ -46,14 +48,17 @@ def join(
 ) -> dict[int, Peer]:
     """Waits until every process has connected with the same `facts` (versions, config digest).
 
-    Returns all other processes by number in process 0, and process 0 in the others. Only processes with the run's `key`
-    can join. `trouble` is the reason for which this process cannot take part; it is sent to all.
+    In process 0, returns all other processes by their number. In the others, returns process 0. Only processes with the
+    run's `key` can join. `trouble` is the reason why this process cannot take part; it is sent to all.
 
-    Raises `AbsentError` naming the processes that have not connected in time, `PeerError` (exit 4) if one had connected
-    and then disconnected, `StoppedError` in all connected processes when one is asked to stop (`stop_reason`), process
-    0's trouble if it has any, `ConfigError` (exit 2) naming the process whose id, count or config differs from process
-    0's, and `PreflightError` (exit 3) naming the host that has trouble, or whose software, data, key or network is
-    wrong.
+    Raises one of these errors:
+
+    - `AbsentError`, naming the processes that have not connected in time
+    - `PeerError` (exit 4) if a process had connected and then disconnected
+    - `StoppedError`, in all connected processes, if one of them was asked to stop (see `stop_reason`)
+    - process 0's trouble, if it has any
+    - `ConfigError` (exit 2), naming the process whose id, number of processes or config differs from process 0's
+    - `PreflightError` (exit 3), naming the host that has trouble, or whose software, data, key or network is wrong
     """
     deadline = time.monotonic() + timeout_seconds
     hello = {
@@ -62,7 +67,7 @@ def join(
         "host": socket.gethostname(),
         "loopback": addresses.hostname_is_loopback(),
         "facts": facts,
-        "trouble": None if trouble is None else str(trouble)[:LONGEST_TROUBLE],
+        "trouble": None if trouble is None else str(trouble)[:MAX_TROUBLE_CHARACTERS],
         "code": 0 if trouble is None else int(trouble.exit_code),
     }
     if identity.process_id == 0:
@@ -72,7 +77,7 @@ def join(
     try:
         return {0: client.connect(deadline, timeout_seconds)}
     except (PeerError, PreflightError):
-        if trouble is not None and not client.got_error:  # the trouble matters more than that process 0 is not there
+        if trouble is not None and not client.got_error:  # its own trouble matters more than a missing process 0
             raise trouble from None
         raise
 
@@ -80,7 +85,7 @@ def join(
 def _listen(
     identity: Identity, own_hello: Hello, deadline: float, timeout: float, key: bytes, stop_reason: StopReason
 ) -> dict[int, Peer]:
-    """Collects hellos in process 0 until all processes are connected, then sends the same outcome to all."""
+    """In process 0, collects hellos until all processes are connected, and then sends the same outcome to all."""
     _allow_connections(identity.processes)
     listener = Listener(_open_port(identity), key, identity.processes)
     server = RendezvousServer(identity, own_hello, listener)
@@ -103,10 +108,10 @@ def _open_port(identity: Identity) -> socket.socket:
     if note:
         remark(f"note: {note}")
     port = identity.address[1]
-    dual = host == "" and socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if dual or ":" in host else socket.AF_INET
+    is_dual_stack = host == "" and socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if is_dual_stack or ":" in host else socket.AF_INET
     try:
-        return socket.create_server((host, port), family=family, backlog=4096, dualstack_ipv6=dual)
+        return socket.create_server((host, port), family=family, backlog=4096, dualstack_ipv6=is_dual_stack)
     except OSError as error:
         raise PreflightError(
             f"cluster.coordinator: process 0 cannot listen on port {port} of {socket.gethostname()}: "
@@ -115,7 +120,8 @@ def _open_port(identity: Identity) -> socket.socket:
 
 
 def _allow_connections(processes: int) -> None:
-    """Raises the limit of open files, so that this process can hold two connections to each other one: ours and JAX's.
+    """Raises the limit of open files, so that this process can have two connections to each of the others: ours and
+    JAX's.
 
     Raises `ConfigError` if the hard limit is too low.
     """
@@ -125,14 +131,15 @@ def _allow_connections(processes: int) -> None:
         return
     if hard != resource.RLIM_INFINITY and hard < needed:
         raise ConfigError(
-            f"process 0 on {socket.gethostname()} may open {hard} files, and {processes} processes need {needed}; "
+            f"process 0 on {socket.gethostname()} may open {hard} files, but {processes} processes need {needed}; "
             "raise the limit there (ulimit -Hn)"
         )
     resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 class _Client:
-    """Connects any process but 0: proves its key and sends its hello, retrying until process 0 listens."""
+    """Connects a process other than 0. It proves that it has the key and sends its hello, retrying until process 0
+    listens."""
 
     def __init__(self, identity: Identity, hello: Hello, key: bytes, stop_reason: StopReason):
         self._identity, self._hello, self._key, self._stop_reason = identity, hello, key, stop_reason
@@ -150,7 +157,7 @@ class _Client:
                 raise stopped_error(stop_reason, self._identity)
             pause, stranger = _RETRY_SECONDS, False
             try:
-                # Process 0 may have started later than this process: its own time limit decides.
+                # Process 0 may have started later than this process, so its time limit decides.
                 return self._try_once(deadline - time.monotonic(), timeout + 10)
             except authentication.RefusedError:
                 pause = _RETRY_REFUSED_SECONDS
@@ -171,21 +178,22 @@ class _Client:
         if self._refused_since is None:
             self._refused_since = now
             remark(f"note: process 0 at {self._identity.coordinator} has another key than this process; trying again")
-        if now - self._refused_since > _REFUSED_SECONDS:
+        if now - self._refused_since > _REFUSAL_TIMEOUT_SECONDS:
             raise addresses.refused_error(self._identity)
 
     def _try_once(self, connect_seconds: float, answer_seconds: float) -> Peer:
-        """Makes one attempt. Raises `OSError`; and `ValueError`, `KeyError` or `TypeError` for an invalid answer."""
+        """Makes one attempt to connect. Raises `OSError` if that fails, and `ValueError`, `KeyError` or `TypeError` for
+        an invalid answer."""
         raw = socket.create_connection(self._identity.address, timeout=max(0.1, connect_seconds))
         connection = JsonSocket(raw)
         try:
-            authentication.prove(raw, self._key, min(_PROOF_SECONDS, max(_LEAST_SECONDS, connect_seconds)))
+            authentication.prove(raw, self._key, min(_MAX_PROOF_SECONDS, max(_MIN_PROOF_SECONDS, connect_seconds)))
             self._was_reached, self._refused_since = True, None
-            connection.send(self._hello | {"time": time.time()}, _PROOF_SECONDS)
+            connection.send(self._hello | {"time": time.time()}, _MAX_PROOF_SECONDS)
             outcome = self._outcome(connection, time.monotonic() + answer_seconds)
             received = time.time()
             error, code, at_fault = outcome["error"], int(outcome["code"]), outcome.get("at_fault")
-            # Neither message can arrive before it was sent: each gives one bound of how far the clocks are apart.
+            # No message arrives before it was sent, so each of the two bounds the difference between the clocks.
             clock = (-float(outcome["heard_after"]), received - float(outcome["time"]))
             peer = Peer(str(outcome["host"]), connection, clock)
         except BaseException:
@@ -203,11 +211,11 @@ class _Client:
         while time.monotonic() < deadline:
             if (reason := self._stop_reason()) is not None:
                 error = stopped_error(reason, self._identity)
-                # Also a valid message of the heartbeat, in case process 0 has just ended the rendezvous.
+                # This is also a valid message for the heartbeat, in case process 0 has just ended the rendezvous.
                 with contextlib.suppress(OSError):
                     connection.send({"stopping": reason, "kind": "stopped", "why": str(error)})
                 raise error
-            if (outcome := connection.receive_one(LOOK_SECONDS)) is not None:
+            if (outcome := connection.receive_one(POLL_SECONDS)) is not None:
                 return outcome
         raise TimeoutError("no outcome in time")
 

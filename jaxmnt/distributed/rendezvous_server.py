@@ -1,4 +1,5 @@
-"""Keeps process 0's state of the rendezvous: which processes are connected, what is wrong, and the outcome for all."""
+"""Process 0's side of the rendezvous: records which processes are connected and what is wrong, and sends the
+outcome."""
 
 import contextlib
 import socket
@@ -24,23 +25,24 @@ from jaxmnt.errors import (
     shortened,
 )
 
-LONGEST_TROUBLE = 1000
-LOOK_SECONDS = 0.2
-"""Most seconds until a request to stop is noticed."""
-_FIRST_NOTE_SECONDS, _NOTE_INTERVAL_SECONDS = 5.0, 15.0
-"""Delay and interval of process 0's notes about missing processes."""
+MAX_TROUBLE_CHARACTERS = 1000
+POLL_SECONDS = 0.2
+"""Maximum time until a request to stop is noticed."""
+_FIRST_NOTE_DELAY_SECONDS, _NOTE_INTERVAL_SECONDS = 5.0, 15.0
+"""Delay of process 0's first note about missing processes, and the interval between later notes."""
 
-_CLOSING_SECONDS = 5.0
-_NOTIFY_SECONDS = 5.0
-"""Seconds that process 0, after an error, waits for processes still to come, so that it can tell them."""
+_CLOSING_TIMEOUT_SECONDS = 5.0
+_NOTIFY_TIMEOUT_SECONDS = 5.0
+"""Time for which process 0, after an error, waits for processes that have not connected yet, so that it can tell
+them."""
 
 Hello = dict[str, Any]
-"""First message of a process: process, processes, host, time, facts, trouble and its exit code, and whether the host
-resolves its own name to a loopback address."""
+"""First message from a process. It has the fields process, processes, host, time, facts, trouble, code (the exit code
+of the trouble), and loopback (whether the host resolves its own name to a loopback address)."""
 StopReason = Callable[[], str | None]
-"""Returns what has asked this process to stop, or None."""
+"""Function that returns what has asked this process to stop, or None."""
 CONFIG_FACTS, DATA_FACTS = ("config digest",), ("data digest",)
-"""Facts in which a difference means another config or other data. A difference in all others is the host's fault."""
+"""Facts that depend on the config, and facts that depend on the data. A difference in any other is the host's fault."""
 
 
 @dataclass(frozen=True)
@@ -58,28 +60,29 @@ class RendezvousServer:
 
     def __init__(self, identity: Identity, own_hello: Hello, listener: Listener):
         self._identity, self._listener = identity, listener
-        self._hello: dict[int, Hello] = {0: own_hello}
+        self._hellos: dict[int, Hello] = {0: own_hello}
         self._connection_of: dict[int, JsonSocket] = {}
         self._disconnected: set[int] = set()
-        """Processes that were present, and have disconnected."""
+        """Processes that were present but have disconnected."""
         self._heard_after: dict[JsonSocket, float] = {}
-        """Seconds from the time in a hello, by its sender's clock, until its arrival, by ours."""
+        """Seconds from the time in a hello, according to its sender's clock, until its arrival, according to ours."""
 
     def collect(self, deadline: float, timeout: float, stop_reason: StopReason) -> UserError | None:
-        """Runs until all processes are present, and returns None, or until an error, which it returns for all."""
-        first_error: UserError | None = _trouble_of(self._hello[0])
+        """Runs until all processes are present, and returns None, or until there is an error for all of them, and
+        returns it."""
+        first_error: UserError | None = _trouble_of(self._hellos[0])
         deadline = _deadline_after_error(deadline) if first_error else deadline
-        next_note = time.monotonic() + _FIRST_NOTE_SECONDS
-        while len(self._hello) < self._identity.processes:
+        next_note = time.monotonic() + _FIRST_NOTE_DELAY_SECONDS
+        while len(self._hellos) < self._identity.processes:
             if (reason := stop_reason()) is not None:
                 return first_error or stopped_error(reason, self._identity)
             now = time.monotonic()
             if now >= deadline:
-                return first_error or self._incomplete(timeout)
+                return first_error or self._timeout_error(timeout)
             if now >= next_note and not first_error:
                 next_note = now + _NOTE_INTERVAL_SECONDS
-                remark(f"{self._missing('not connected yet')} {self._present()}")
-            for connection, message in self._listener.wait(min(deadline - now, LOOK_SECONDS)):
+                remark(f"{self._describe_absent('not connected yet')} {self._describe_present()}")
+            for connection, message in self._listener.wait(min(deadline - now, POLL_SECONDS)):
                 if message is not None and connection not in self._listener.authenticated:
                     continue  # an earlier message has led to its removal
                 error = self._handle(connection, message)
@@ -88,38 +91,38 @@ class RendezvousServer:
                 if error is not None and first_error is None:
                     first_error = error
                     deadline = _deadline_after_error(deadline)
-        return first_error or self._unreachable()
+        return first_error or self._loopback_error()
 
     def answer(self, outcome: UserError | None) -> None:
         """Sends the outcome to all processes.
 
-        After an error the others close their connections first, so that none of ours keeps the port from JAX.
+        After an error, the others close their connections first, so that none of ours blocks the port for JAX.
         """
         body = {
             "error": None if outcome is None else str(outcome),
             "code": int(outcome.exit_code if outcome else 0),
             "absent": isinstance(outcome, AbsentError),
             "at_fault": next(iter(outcome.processes), None) if outcome else None,
-            "host": self._hello[0]["host"],
+            "host": self._hellos[0]["host"],
         }
         for connection in self._listener.authenticated:
             with contextlib.suppress(OSError):  # the next step of the start detects a peer that has just died
                 times = {"time": time.time(), "heard_after": self._heard_after.get(connection, 0.0)}
-                connection.send(body | times, _CLOSING_SECONDS)
+                connection.send(body | times, _CLOSING_TIMEOUT_SECONDS)
         if outcome is not None:
             for connection in self._connection_of.values():
                 with contextlib.suppress(OSError, ValueError):
-                    connection.receive(_CLOSING_SECONDS)
+                    connection.receive(_CLOSING_TIMEOUT_SECONDS)
 
     def peers(self) -> dict[int, Peer]:
-        """Returns all other processes, in order."""
+        """Returns all other processes, by number and in that order."""
         return {
-            process: Peer(str(self._hello[process]["host"]), connection)
+            process: Peer(str(self._hellos[process]["host"]), connection)
             for process, connection in sorted(self._connection_of.items())
         }
 
     def _handle(self, connection: JsonSocket, message: dict[str, Any] | None) -> UserError | None:
-        """Handles a message of an authenticated client: its hello, or its request to stop; None if it disconnected.
+        """Handles a message from an authenticated client: its hello, a request to stop, or None if it has disconnected.
 
         Returns the error that ends the rendezvous, or None.
         """
@@ -127,7 +130,7 @@ class RendezvousServer:
         if message is None:
             if process is not None:
                 self._disconnected.add(process)
-                del self._connection_of[process], self._hello[process]
+                del self._connection_of[process], self._hellos[process]
             return None
         try:
             if process is None:
@@ -137,14 +140,14 @@ class RendezvousServer:
             self._handle(connection, None)
             self._listener.drop(connection)
             return None
-        host, count = self._hello[process]["host"], self._identity.processes
+        host, count = self._hellos[process]["host"], self._identity.processes
         return StoppedError(
             f"process {process} of {count} on {host} was asked to stop before the first step ({reason})"
         ).blaming(processes=[process])
 
     def _admit(self, hello: Hello, connection: JsonSocket) -> UserError | None:
-        """Records a hello. Returns the error if it is invalid, or differs from process 0's, else None."""
-        own_hello = self._hello[0]
+        """Records a hello. Returns an error if the hello is invalid or differs from process 0's, or None otherwise."""
+        own_hello = self._hellos[0]
         process, host = hello["process"], hello["host"]
         count = self._identity.processes
         if hello["processes"] != count:
@@ -157,9 +160,9 @@ class RendezvousServer:
             old_connection = self._connection_of[process]
             self._handle(old_connection, None)
             self._listener.drop(old_connection)
-        if process in self._hello:
+        if process in self._hellos:
             return ConfigError(
-                f"cluster.process_id: {process} was given twice, to processes on {self._hello[process]['host']} "
+                f"cluster.process_id: {process} was given twice, to processes on {self._hellos[process]['host']} "
                 f"and {host}; give each process its own id"
             )
         if not 0 < process < count:
@@ -167,19 +170,19 @@ class RendezvousServer:
                 f"cluster.process_id: {process} on {host} is out of range for {count} processes; "
                 f"set it from 1 to {count - 1}"
             )
-        self._hello[process] = hello
+        self._hellos[process] = hello
         self._connection_of[process] = connection
         self._heard_after[connection] = time.time() - hello["time"]
-        if error := self._difference(hello, [name for name in own_hello["facts"] if name not in DATA_FACTS]):
+        if error := self._difference_error(hello, [name for name in own_hello["facts"] if name not in DATA_FACTS]):
             return error
         if (trouble := _trouble_of(hello)) is not None:
             # The config is the same and works for process 0, so the host is at fault.
             return PreflightError(str(trouble)).blaming(hosts=[host])
-        return self._difference(hello, DATA_FACTS)
+        return self._difference_error(hello, DATA_FACTS)
 
-    def _difference(self, hello: Hello, names: Sequence[str]) -> UserError | None:
-        """Returns an error for the first of these facts that differs from process 0's, or None."""
-        own_hello, process, host = self._hello[0], hello["process"], hello["host"]
+    def _difference_error(self, hello: Hello, names: Sequence[str]) -> UserError | None:
+        """Returns an error for the first of the named facts that differs from process 0's, or None if none differs."""
+        own_hello, process, host = self._hellos[0], hello["process"], hello["host"]
         for name in names:
             ours, theirs = own_hello["facts"].get(name), hello["facts"].get(name)
             if ours != theirs:
@@ -190,14 +193,14 @@ class RendezvousServer:
                 ).blaming(hosts=[host])
         return None
 
-    def _unreachable(self) -> UserError | None:
+    def _loopback_error(self) -> UserError | None:
         """Returns an error if the run spans hosts and one of them resolves its own name to a loopback address.
 
         Libraries advertise the address of their host's own name to each other, so other hosts must reach it.
         """
         if not any(_from_another_host(connection.connection) for connection in self._connection_of.values()):
             return None
-        for process, hello in sorted(self._hello.items()):
+        for process, hello in sorted(self._hellos.items()):
             if hello["loopback"]:
                 return PreflightError(
                     f"process {process}: {hello['host']} resolves its own name to a loopback address, which other "
@@ -205,10 +208,11 @@ class RendezvousServer:
                 ).blaming(hosts=[hello["host"]])
         return None
 
-    def _incomplete(self, timeout: float) -> UserError:
-        """Returns the error for the end of the time limit: `AbsentError` if the missing processes never appeared."""
-        missing = self._absent()
-        text = f"{self._missing('did not connect')} within {timeout:g} s {self._present()}"
+    def _timeout_error(self, timeout: float) -> UserError:
+        """Returns the error for a rendezvous whose time is up. It is an `AbsentError` if the missing processes never
+        appeared."""
+        missing = self._absent_processes()
+        text = f"{self._describe_absent('did not connect')} within {timeout:g} s {self._describe_present()}"
         if self._listener.with_another_key:
             return PreflightError(
                 f"{text}, and {self._listener.refusal_summary}: share run.dir among all hosts, or set "
@@ -225,16 +229,16 @@ class RendezvousServer:
             f"{text}; check that they were started and can reach the coordinator"
         ).blaming(processes=missing)  # fmt: skip
 
-    def _absent(self) -> list[int]:
-        return [process for process in range(self._identity.processes) if process not in self._hello]
+    def _absent_processes(self) -> list[int]:
+        return [process for process in range(self._identity.processes) if process not in self._hellos]
 
-    def _missing(self, verb: str) -> str:
-        missing = self._absent()
+    def _describe_absent(self, verb: str) -> str:
+        missing = self._absent_processes()
         plural = "es" if len(missing) > 1 else ""
         return f"process{plural} {listed(missing, 20)} of {self._identity.processes} {verb}"
 
-    def _present(self) -> str:
-        hosts = ", ".join(f"{process} on {hello['host']}" for process, hello in sorted(self._hello.items())[:8])
+    def _describe_present(self) -> str:
+        hosts = ", ".join(f"{process} on {hello['host']}" for process, hello in sorted(self._hellos.items())[:8])
         return f"(connected: {hosts})"
 
 
@@ -249,18 +253,19 @@ def _hello_of(message: dict[str, Any]) -> Hello:
         "processes": processes,
         "host": shortened(str(message["host"])),
         "facts": facts,
-        "trouble": None if trouble is None else str(trouble)[:LONGEST_TROUBLE],
+        "trouble": None if trouble is None else str(trouble)[:MAX_TROUBLE_CHARACTERS],
         "time": float(message.get("time", time.time())),
         "loopback": bool(message.get("loopback")),
     }
 
 
 def _deadline_after_error(deadline: float) -> float:
-    """Returns the deadline of a start that has failed: it only waits to tell the processes that are still to come."""
-    return min(deadline, time.monotonic() + _NOTIFY_SECONDS)
+    """Returns the deadline for a start that has failed, which waits only to tell the processes that connect late."""
+    return min(deadline, time.monotonic() + _NOTIFY_TIMEOUT_SECONDS)
 
 
 def _trouble_of(hello: Hello) -> UserError | None:
+    """Returns the trouble that a process reports in its hello, or None."""
     text, code = hello.get("trouble"), hello.get("code")
     if text is None:
         return None

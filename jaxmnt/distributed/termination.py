@@ -1,7 +1,7 @@
-"""Ends a process at once, from any thread, after its last acts: print and record the reason, release the lock.
+"""Ends a process at once, from any thread, after it has printed and recorded the reason and has released the lock.
 
-Also recognises errors by which JAX's runtime reports a lost process or device, and exits an abandoned start without
-counting it as a failure.
+This module also recognises errors with which JAX's runtime reports a lost process or device, and ends a start that was
+abandoned without counting it as a failure.
 """
 
 import os
@@ -18,17 +18,17 @@ from pydantic import AfterValidator, NonNegativeInt
 from jaxmnt.distributed.identity import Identity
 from jaxmnt.errors import ConfigError, ExitCode, PeerError, UserError, printable_lines
 
-_HOOKS_SECONDS = 5.0
+_HOOKS_TIMEOUT_SECONDS = 5.0
 PrintableText = Annotated[str, AfterValidator(printable_lines)]
-"""A text without terminal control characters, if Pydantic has validated it, as it does for messages of processes."""
+"""A text without terminal control characters, if Pydantic has validated it, as it does in messages from processes."""
 
 
 @dataclass(frozen=True)
 class ExitReason:
-    """The reason for which a run ends in this process."""
+    """The reason why a run ends in this process."""
 
     kind: str
-    """failed (this process), peer_lost (another process failed or is missing), hang, or interrupted."""
+    """failed (this process failed), peer_lost (another process failed or is missing), hang, or interrupted."""
     why: PrintableText
     code: ExitCode
     process: NonNegativeInt | None = None
@@ -42,11 +42,12 @@ ExitHook = Callable[[ExitReason], None]
 
 
 class ExitHandler:
-    """Runs the last acts of this process, and ends it. The first caller decides the reason; others wait for the end."""
+    """Runs the exit hooks of this process, and ends it. The first caller decides the reason; others wait for the
+    end."""
 
     def __init__(self, label: str = ""):
         self.exit_reason: ExitReason | None = None
-        """Reason for which the main thread is about to exit, or None."""
+        """The reason why the main thread is about to exit, or None."""
         self.must_exit_now = False
         """True if a thread is left that could keep this process from exiting."""
         self._label = label
@@ -54,37 +55,37 @@ class ExitHandler:
         self._exiting = threading.Lock()
 
     @contextmanager
-    def with_hook(self, act: ExitHook) -> Iterator[None]:
-        """Adds `act` to the last acts within this context, and for good after an exception inside.
+    def with_hook(self, hook: ExitHook) -> Iterator[None]:
+        """Adds an exit hook within this context. If an exception is raised inside, the hook stays.
 
-        All acts run in parallel and have five seconds in total, so a hanging file system in one does not affect others.
+        All hooks run in parallel and have five seconds in total, so one that hangs does not affect the others.
         """
-        self._hooks.append(act)
+        self._hooks.append(hook)
         yield
-        self._hooks.remove(act)
+        self._hooks.remove(hook)
 
     def exit_now(self, exit_reason: ExitReason) -> NoReturn:
         """Prints the reason and ends the process with its exit code."""
         self._exit(exit_reason, exit_reason.code, is_reported=False)
 
     def finish(self, code: int, *, at_once: bool) -> int:
-        """Returns `code` to the main thread; after a failure, or if `at_once`, ends the process with it instead.
+        """Returns `code` to the main thread. After a failure, or if `at_once`, ends the process with that code instead.
 
-        So a thread that a library has left behind, such as one of Orbax in the barrier of a failed save, does not keep
-        this process from exiting, and JAX's shutdown barrier does not keep its peers.
+        So this process can exit even if a library has left a thread behind, such as one of Orbax's in the barrier of a
+        failed save, and its peers can exit without JAX's shutdown barrier.
         """
         if not at_once and not self.must_exit_now and code in (ExitCode.FINISHED, ExitCode.STOPPED):
             return code
         self._exit(self.exit_reason, code, is_reported=True)
 
     def _exit(self, exit_reason: ExitReason | None, code: int, *, is_reported: bool) -> NoReturn:
-        """Runs the last acts with a time limit, since file systems and readers of our output may hang, then exits."""
+        """Runs the hooks with a time limit, since file systems and readers of our output may hang, and then exits."""
         if not self._exiting.acquire(blocking=False):
             threading.Event().wait()
         try:
             thread = threading.Thread(target=self._run_hooks, args=(exit_reason, is_reported), daemon=True)
             thread.start()
-            thread.join(_HOOKS_SECONDS)
+            thread.join(_HOOKS_TIMEOUT_SECONDS)
         finally:
             os._exit(int(code))
 
@@ -113,25 +114,26 @@ class ExitHandler:
 
 
 def with_label(label: str, text: str) -> str:
-    """Returns a text with the label of a process before it, unless there is no label or the text begins with it."""
+    """Puts the label of a process before a text, unless there is no label or the text already begins with it."""
     return text if not label or text.startswith(f"{label} ") else f"{label}: {text}"
 
 
 def code_for_peers(code: ExitCode) -> ExitCode:
-    """Returns the exit code of the other processes when one exits with `code`. Config and host errors apply to all."""
+    """Returns the exit code of the other processes if one exits with `code`. Errors in the config or a host apply to
+    all."""
     return code if code in (ExitCode.CONFIG, ExitCode.PREFLIGHT) else ExitCode.PEER
 
 
 ABANDONED = "start_abandoned"
-"""Kind of the event, and of the exit reason."""
+"""Kind of the event that records an abandoned start, and of its exit reason."""
 STOPPED, PEERS = "stopped", "peers"
 _DAY_SECONDS = 24 * 3600.0
-_NOTIFY_SECONDS = 3.0
+_NOTIFY_TIMEOUT_SECONDS = 3.0
 _process_start = time.monotonic()
 
 
 class AbsentError(PeerError):
-    """Raised when processes of this run have not connected in time. It is not a failure if they may still start."""
+    """Raised when processes of this run have not connected in time, which is not a failure if they may still start."""
 
 
 class StoppedError(UserError):
@@ -142,7 +144,7 @@ class StoppedError(UserError):
     def __init__(self, text: str, asked_by: str | None = None):
         super().__init__(text)
         self.asked_by = asked_by
-        """Source of the request to this process; None if another process was asked."""
+        """The source of the request to this process; None if another process was asked."""
 
 
 @dataclass(frozen=True)
@@ -178,20 +180,21 @@ class EarlyExit:
     def __init__(self, identity: Identity, exit_handler: ExitHandler):
         self._identity, self._exit_handler = identity, exit_handler
         self.tell: Callable[[AbandonedStart], object] = lambda exit_reason: None
-        """Tells the other processes, once they are connected."""
+        """Function that tells the other processes. It does nothing until they are connected."""
         self.fail: Callable[[str], object] = lambda why: exit_handler.exit_now(
             ExitReason("failed", why, ExitCode.FAILURE, identity.process_id)
         )
-        """Ends the process at once as a failure, because it was asked a second time, and tells the other processes."""
+        """Function that ends the process as a failure, because it was asked to stop a second time, and tells the
+        others."""
         self.reason: str | None = None
-        """Source of the request to stop, or None."""
+        """The source of the request to stop, or None."""
         self._rendezvous_is_over = threading.Event()
         self._rendezvous_is_over.set()
         self._failed = False
 
     @contextmanager
     def during_rendezvous(self) -> Iterator[None]:
-        """Lets the rendezvous, within this context, handle a request to stop and tell the other processes itself."""
+        """Within this context, the rendezvous itself handles a request to stop and tells the other processes."""
         self._rendezvous_is_over.clear()
         try:
             yield
@@ -204,10 +207,10 @@ class EarlyExit:
     def exit_early(self, reason: str) -> None:
         """Ends the process because of `reason`. Called in a thread, whatever the main thread is doing.
 
-        Does not return, unless the main thread ends the process itself, as it does after a failed rendezvous.
+        Returns only if the main thread ends the process itself, as it does after a failed rendezvous.
         """
         self.reason = reason
-        self._rendezvous_is_over.wait(_NOTIFY_SECONDS)
+        self._rendezvous_is_over.wait(_NOTIFY_TIMEOUT_SECONDS)
         if self._failed:
             return
         exit_reason = exit_reason_of(stopped_error(reason, self._identity))
@@ -216,7 +219,8 @@ class EarlyExit:
 
 
 def check_abandoned_starts(records: Sequence[dict[str, Any]], error: AbsentError, now: float) -> None:
-    """Raises `ConfigError` if, by this process's own events, all starts for a day were abandoned for lack of peers."""
+    """Raises `ConfigError` if, according to this process's own events, all starts during the last day were abandoned
+    because peers were missing."""
     since: float | None = None
     last = now
     for record in records:
@@ -261,7 +265,8 @@ _DEVICE_ERROR_SIGNS = (
     "GPU is lost",
     "uncorrectable ECC",
 )
-"""CUDA's error names, and texts of drivers: https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__TYPES.html"""
+"""CUDA's error names, and texts from drivers; see
+https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__TYPES.html"""
 
 
 def is_device_error(why: str) -> bool:

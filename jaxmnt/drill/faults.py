@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from jaxmnt.errors import ConfigError, nearest
+from jaxmnt.errors import ConfigError, suggest
 
 EVERYONE = None
 
@@ -67,7 +67,7 @@ def select_faults(names: str | None) -> list[Fault]:
     requested = all_names if names is None else [name.strip() for name in names.split(",")]
     for name in requested:
         if name not in all_names:
-            raise ConfigError(f"--faults: unknown fault {name!r}; {nearest(name, all_names)}")
+            raise ConfigError(f"--faults: unknown fault {name!r}; {suggest(name, all_names)}")
     return [fault for fault in FAULTS if fault.name in requested]
 
 

@@ -13,7 +13,7 @@ from jaxmnt.config.load import flatten_tree, parse_config
 from jaxmnt.config.model import Model
 from jaxmnt.data.run_tokenizer import RunTokenizer, same_vocabulary, tokenizer_of_file
 from jaxmnt.data.tokenizer import BYTES, TOKENIZER_FILE
-from jaxmnt.errors import ConfigError, nearest, printable
+from jaxmnt.errors import ConfigError, printable, suggest
 from jaxmnt.huggingface.companions import bytes_tokenizer
 from jaxmnt.huggingface.config import SCALING_KEYS_OF_TYPE, SCALING_SETTINGS, read_config
 from jaxmnt.huggingface.folder import CONFIG, Folder
@@ -139,7 +139,7 @@ def _check_intended(origin: Origin, intended: Sequence[str], model: Model, chang
             )
         if name not in allowed and name not in changes:
             raise ConfigError(
-                f"{CHANGES_KEY}: {printable(name)} is not a setting that can be listed; {nearest(name, allowed)}"
+                f"{CHANGES_KEY}: {printable(name)} is not a setting that can be listed; {suggest(name, allowed)}"
             )
         if name not in changes:
             raise ConfigError(

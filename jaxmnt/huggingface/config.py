@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from jaxmnt.config.model import Model, RopeScaling
-from jaxmnt.errors import ConfigError, nearest, printable
+from jaxmnt.errors import ConfigError, printable, suggest
 from jaxmnt.models.huggingface import HuggingFace
 from jaxmnt.models.registry import FAMILIES, OPTIONAL_SETTINGS, family_class
 from jaxmnt.strict_json import json_text
@@ -193,7 +193,7 @@ def _family_of(tree: Tree) -> tuple[str, HuggingFace, Tree]:
     if not model_type:
         raise ConfigError(f"model_type is missing; set it to one of {', '.join(sorted(known_families))}")
     if not isinstance(model_type, str) or model_type not in known_families:
-        suggestion = nearest(str(model_type), sorted(known_families))
+        suggestion = suggest(str(model_type), sorted(known_families))
         raise ConfigError(f"model_type is {_as_json(model_type)}, which is not known; {suggestion}")
     return *known_families[model_type], tree
 

@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from jaxmnt.errors import ConfigError, UserError, listed, nearest, printable
+from jaxmnt.errors import ConfigError, UserError, listed, printable, suggest
 from jaxmnt.huggingface.tensors import Parts, parts_of
 from jaxmnt.models.contract import Definition, Family
 from jaxmnt.models.huggingface import HuggingFace
@@ -94,7 +94,7 @@ class Folder:
         expected = {part.name: part for tensor_parts in parts.values() for part in tensor_parts}
         for name, part in expected.items():
             if name not in tensors:
-                suggestion = nearest(name, sorted(tensors)) if len(tensors) < 5000 else ""
+                suggestion = suggest(name, sorted(tensors)) if len(tensors) < 5000 else ""
                 raise ConfigError(f"{self._key}: {self.path} lacks the tensor {name}; {suggestion}".rstrip("; "))
             tensor = tensors[name]
             if tensor.shape != part.tensor_shape:

@@ -4,7 +4,7 @@ from inspect import isabstract
 
 from jaxmnt.config.model import Model
 from jaxmnt.config.own_code import import_dotted
-from jaxmnt.errors import ConfigError, nearest, printable
+from jaxmnt.errors import ConfigError, printable, suggest
 from jaxmnt.models.contract import Family
 
 FAMILIES = {
@@ -48,7 +48,7 @@ def family_class(name: str) -> type[Family]:
     path = FAMILIES.get(name, name if "." in name else None)
     if path is None:
         raise ConfigError(
-            f"model.family: {printable(name)} is not known; {nearest(name, sorted(FAMILIES))} (for a family of your "
+            f"model.family: {printable(name)} is not known; {suggest(name, sorted(FAMILIES))} (for a family of your "
             "own, give the dotted path of its class)"
         )
     imported = import_dotted(path, "model.family", "a class")

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxmnt.errors import ConfigError, nearest
+from jaxmnt.errors import ConfigError, suggest
 
 
 @dataclass(frozen=True)
@@ -122,4 +122,4 @@ def find_target(name: str) -> tuple[Chip, Network]:
         return chip, Network(domain, instance.gigabits / instance.gpus, instance.fabric, instance.gpus)
     if name in CHIPS:
         return CHIPS[name], network_of(CHIPS[name])
-    raise ConfigError(f"--target: no GPU or instance type is named {name!r}; {nearest(name, [*CHIPS, *INSTANCES])}")
+    raise ConfigError(f"--target: no GPU or instance type is named {name!r}; {suggest(name, [*CHIPS, *INSTANCES])}")

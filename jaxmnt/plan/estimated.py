@@ -12,7 +12,7 @@ from jaxmnt.plan.search import Guess, Search, describe
 from jaxmnt.telemetry.progress import table
 from jaxmnt.units import count, money, seconds_text, size, span
 
-SHOWN = 6
+SHOWN_VARIABLES = 6
 """Number of candidates shown for each number of GPUs."""
 
 
@@ -47,7 +47,7 @@ class Estimated:
 def fastest_estimates(search: Search, gpus: int, request: PlanRequest) -> list[Estimated]:
     """Returns the candidates that may fit and are estimated to reach the goal first. Those that fit by estimate come
     first."""
-    guesses = sorted(search.distinct(search.guesses(gpus)), key=lambda guess: not search.fits(guess))[:SHOWN]
+    guesses = sorted(search.distinct(search.guesses(gpus)), key=lambda guess: not search.fits(guess))[:SHOWN_VARIABLES]
     goal = lambda guess: faults_and_goal(search, guess.candidate, guess.seconds, guess.memory.state, request)[1]
     estimates = (Estimated(guess, goal(guess), search.limit) for guess in guesses)
     return sorted(estimates, key=lambda estimate: (not estimate.fits, estimate.goal.seconds))

@@ -11,7 +11,7 @@ from jaxmnt.config.schema import Cluster, Config
 from jaxmnt.distributed.gpu_settings import prepare
 from jaxmnt.distributed.identity import Identity, identify, survey
 from jaxmnt.errors import ConfigError, ExitCode, UserError, report
-from jaxmnt.output import checked
+from jaxmnt.output import final_exit_code
 from jaxmnt.preflight.arguments import parse_arguments
 from jaxmnt.preflight.table import Row, failed, failures, table, to_json
 from jaxmnt.strict_json import json_text
@@ -66,7 +66,7 @@ def _check(config: Config, options: Namespace, identity: Identity, work: Work) -
         return _report_rows(rows, identity, as_json=options.json)
 
     return exit_handler.finish(
-        checked(report(run, debug=options.debug, where=identity.label)), at_once=not identity.alone
+        final_exit_code(report(run, debug=options.debug, where=identity.label)), at_once=not identity.alone
     )
 
 
@@ -94,9 +94,9 @@ def explain(cluster: Cluster, *, as_json: bool = False) -> int:
         lines["coordinator"] = str(identity.coordinator)
     lines["GPUs"] = devices
     if as_json:
-        print(json_text(lines | {"read": result.read, "ignored": result.ignored}, indent=1))
+        print(json_text(lines | {"read": result.used, "ignored": result.ignored}, indent=1))
         return ExitCode.FINISHED
-    read = [("read", f"{name}={text}") for name, text in result.read.items()]
+    read = [("read", f"{name}={text}") for name, text in result.used.items()]
     ignored = [("ignored", f"{launcher}: {text}") for launcher, text in result.ignored.items()]
     for name, text in [*lines.items(), *read, *ignored]:
         print(f"{name:<13} {text}")

@@ -178,6 +178,6 @@ def seconds_left(minutes: float | None, margin: float, environment: Mapping[str,
     limits = [60 * minutes] if minutes is not None else []
     end_time = environment.get("SLURM_JOB_END_TIME")
     # A time in the past is that of another job, inherited from its environment.
-    if end_time and (slurm_limit := parse_number("SLURM_JOB_END_TIME", end_time, most=_LATEST) - time.time()) > 0:
+    if end_time and (slurm_limit := parse_number("SLURM_JOB_END_TIME", end_time, maximum=_LATEST) - time.time()) > 0:
         limits.append(slurm_limit)
     return min(limits) - margin if limits else None

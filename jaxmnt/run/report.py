@@ -14,7 +14,7 @@ from jaxmnt.config.describe import RESUME_LABELS
 from jaxmnt.data.batches import WithoutTargets
 from jaxmnt.data.grain_source import GrainData
 from jaxmnt.data.sources import Part
-from jaxmnt.distributed.gpu_settings import SHOWN
+from jaxmnt.distributed.gpu_settings import SHOWN_VARIABLES
 from jaxmnt.distributed.malloc import missing_huge_pages
 from jaxmnt.distributed.process_group import software
 from jaxmnt.errors import counted
@@ -170,7 +170,7 @@ def environment(devices: Sequence[jax.Device]) -> dict[str, str]:
 
 def _flags() -> dict[str, str]:
     """Returns those environment variables that change XLA's programs and are set."""
-    return {name: os.environ[name] for name in SHOWN if os.environ.get(name)}
+    return {name: os.environ[name] for name in SHOWN_VARIABLES if os.environ.get(name)}
 
 
 def print_program(status: StatusLine, program: Program, zero_lines: Sequence[str] = ()) -> None:

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from jaxmnt.errors import ConfigError, how_to_install, nearest, remark, summary
+from jaxmnt.errors import ConfigError, how_to_install, remark, suggest, summary
 from jaxmnt.telemetry.background import BackgroundQueue
 
 _GATHER_SECONDS = 1.0
@@ -77,7 +77,7 @@ def resolve_sinks(names: Sequence[str] | None) -> list[str]:
             _import(name)
         else:
             raise ConfigError(
-                f"telemetry.sinks: unknown sink {name!r}; {nearest(name, sorted(_CLASSES))}, or give the dotted path "
+                f"telemetry.sinks: unknown sink {name!r}; {suggest(name, sorted(_CLASSES))}, or give the dotted path "
                 "of a class of your own"
             )
     return list(names)

@@ -9,7 +9,7 @@ import jax
 from jaxmnt.config.mesh import BATCH_AXES, STAGE_AXIS, Mesh, Pipeline, check_pipeline
 from jaxmnt.config.schema import Config
 from jaxmnt.data.fields import batch_fields
-from jaxmnt.errors import ConfigError, nearest
+from jaxmnt.errors import ConfigError, suggest
 from jaxmnt.models.contract import Definition, define
 from jaxmnt.models.registry import build_family
 from jaxmnt.parallel.axes import num_microbatches, resolve_sizes
@@ -153,7 +153,7 @@ def _check_memory_options(config: Config, placement: Placement) -> None:
     for key, names in (("remat_save", train.remat_save), ("remat_offload", train.remat_offload)):
         unknown = sorted(set(names) - set(NAMES))
         if unknown:
-            raise ConfigError(f"train.{key}: unknown activation {unknown[0]}; {nearest(unknown[0], list(NAMES))}")
+            raise ConfigError(f"train.{key}: unknown activation {unknown[0]}; {suggest(unknown[0], list(NAMES))}")
     if train.remat == "names" and not (train.remat_save or train.remat_offload):
         raise ConfigError(f"train.remat_save: train.remat=names requires names to save; set some of {', '.join(NAMES)}")
     if train.remat_offload and train.remat in ("none", "attention"):
