@@ -298,14 +298,14 @@ def test_launch_local_asks_for_huge_pages_wherever_its_processes_will_be_on_cpus
 
 
 def test_processes_of_a_cpu_share_its_cores():
-    from jaxmnt.launch.local import _give_cores
+    from jaxmnt.launch.local import _bind_to_cores
 
     cores = sorted(os.sched_getaffinity(0))
     with subprocess.Popen(["sleep", "60"]) as process:
-        _give_cores(process.pid, 0, len(cores) + 1)
+        _bind_to_cores(process.pid, 0, len(cores) + 1)
         assert os.sched_getaffinity(process.pid) == set(cores), "there are too few to share"
-        _give_cores(process.pid, 0, 1, 1)
+        _bind_to_cores(process.pid, 0, 1, 1)
         assert os.sched_getaffinity(process.pid) == {cores[0]}  # one of its own, though there are others
-        _give_cores(process.pid, len(cores) - 1, len(cores))
+        _bind_to_cores(process.pid, len(cores) - 1, len(cores))
         assert os.sched_getaffinity(process.pid) == {cores[-1]}
         process.kill()

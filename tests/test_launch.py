@@ -21,7 +21,9 @@ from jaxmnt.distributed.authentication import RUN_KEY
 from jaxmnt.errors import ConfigError
 from jaxmnt.launch import gke, slurm
 from jaxmnt.launch.__main__ import main
-from jaxmnt.launch.inside import Ledger, after, before
+from jaxmnt.launch.inside import Ledger
+from jaxmnt.launch.inside import decide_after_start as after
+from jaxmnt.launch.inside import decide_before_start as before
 from jaxmnt.launch.job import cost, make_job
 from jaxmnt.run import fresh
 from jaxmnt.telemetry.events import Events
@@ -241,7 +243,10 @@ def test_what_it_costs(asked):
 def test_what_it_costs_is_said_as_far_as_the_cluster_limits_it(tiny_file, monkeypatch, capsys):
     """A JobSet has no time limit and no spare nodes."""
     settings = ["launch.nodes=2", "launch.spare_nodes=2", "launch.hours=10", "launch.cost_per_gpu_hour=2.5"]
-    for cluster, words in ((slurm, "up to 800 by its time limit"), (gke, "40.00 an hour, without a time limit")):
+    for cluster, words in (
+        (slurm, "up to 800 if the job runs to its time limit"),
+        (gke, "40.00 an hour; the job has no time limit"),
+    ):
         monkeypatch.setattr(cluster, "submit", lambda wanted: "submitted")
         where = cluster.__name__.rpartition(".")[2]
         assert main([where, "--config", str(tiny_file), *CLUSTER, *ON_GKE, *settings]) == 0

@@ -162,14 +162,14 @@ def test_what_a_refusal_advises_reaches_the_pods(tiny_file, tmp_path):
         (["data.path=words"], "data.path: words is on no volume"),
         (
             ["run.dir=/x", "data.path=words"],
-            "/x is on no volume, and would be gone with its pod; data.path: words is on",
+            "/x is on no volume, and would be lost with its pod; data.path: words is on",
         ),
         (["data.path=/runs/../data"], "data.path: /runs/../data is on no volume"),
         (["data.path=/runsofmine"], "data.path"),
         (["data.path=/etc/jaxmnt/x"], "data.path"),
         (["data.path=null", "data.sources={a: {path: /runs/a}, b: {path: /b}}"], r"data.sources.b.path: /b is on no"),
-        (["run.dir=/dev/shm/run"], "run.dir: /dev/shm/run is on no volume, and would be gone with its pod"),
-        (["checkpoint.dir=/tmp/x"], "checkpoint.dir: /tmp/x is on no volume, and would be gone with its pod"),
+        (["run.dir=/dev/shm/run"], "run.dir: /dev/shm/run is on no volume, and would be lost with its pod"),
+        (["checkpoint.dir=/tmp/x"], "checkpoint.dir: /tmp/x is on no volume, and would be lost with its pod"),
         (["run.dir=/x", "gke.pod={priority: 3}"], "run.dir: /x is on no volume"),
         (["gke.pod={containers: x}"], "gke.pod: containers must be a list of mappings"),
     ],
@@ -420,7 +420,7 @@ def test_a_jobset_that_cannot_be_taken_back_is_named(asked, kubectl, monkeypatch
     path.write_text(path.read_text().replace("in (kind, verb)", 'in (kind, verb) or verb == "delete"'))
     with pytest.raises(UserError, match="the Secret"):
         gke.submit(asked())
-    assert "is left, suspended" in (said := capsys.readouterr().err)
+    assert "still exists, suspended" in (said := capsys.readouterr().err)
     assert "kubectl delete jobsets.jobset.x-k8s.io/a-" in said
 
 

@@ -62,7 +62,7 @@ LAUNCHER = """
 import atexit, sys, time
 from jaxmnt.launch import local
 from jaxmnt.launch.restarts import Restarts
-local._FOLLOW_SECONDS = 0.5
+local._FOLLOW_TIMEOUT_SECONDS = 0.5
 how, folder, processes, restarts, *train = sys.argv[1:]
 class Late:
     def __del__(self, sleep=time.sleep): sleep(0.5)

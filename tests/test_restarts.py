@@ -14,7 +14,7 @@ def decisions(restarts, *ends, processes=4):
     """(processes, wait) after each of these ends: an exit code and the step of the newest checkpoint."""
     found = []
     for code, newest in ends:
-        verdict = restarts.after(code, processes, newest)
+        verdict = restarts.decide(code, processes, newest)
         found.append((verdict.processes, verdict.wait_seconds))
         processes = verdict.processes or processes
     return found
@@ -34,7 +34,7 @@ def test_waits_grow_until_a_step_is_gained():
 def test_three_starts_without_a_step_are_enough():
     restarts = Restarts(9)
     assert decisions(restarts, (1, 10), (1, 10)) == [(4, 1.0), (4, 2.0)]
-    verdict = restarts.after(1, 4, 10)
+    verdict = restarts.decide(1, 4, 10)
     assert verdict.processes is None
     assert verdict.why == "given up: 3 starts failed without a checkpoint after step 10"
 
@@ -47,13 +47,13 @@ def test_checkpoints_after_a_fall_back_are_a_gain(tmp_path):
         with file.open("a") as lines:
             lines.write(json.dumps({"kind": "checkpoint_commit", "time": 1.0, "process": 0, "step": step}) + "\n")
         assert last_commit(tmp_path) == step
-        assert restarts.after(1, 4, last_commit(tmp_path)).processes == 4
+        assert restarts.decide(1, 4, last_commit(tmp_path)).processes == 4
 
 
 def test_so_many_restarts_and_no_more():
     restarts = Restarts(2)
     assert decisions(restarts, (1, 1), (1, 2)) == [(4, 1.0), (4, 1.0)]
-    assert restarts.after(1, 4, 3).why == "given up after 2 restarts (--max-restarts)"
+    assert restarts.decide(1, 4, 3).why == "given up after 2 restarts (--max-restarts)"
 
 
 def test_fewer_processes_when_a_restart_gains_nothing():

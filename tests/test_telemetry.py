@@ -16,7 +16,8 @@ import pytest
 from conftest import command, events, losses, metrics, until
 
 from jaxmnt.errors import ConfigError
-from jaxmnt.launch.inside import Ledger, after
+from jaxmnt.launch.inside import Ledger
+from jaxmnt.launch.inside import decide_after_start as after
 from jaxmnt.run.arguments import replay_range
 from jaxmnt.run.replay import replay
 from jaxmnt.run.values import run_process

@@ -143,6 +143,6 @@ def unanswered_error(identity: Identity, reason: str, timeout: float, *, was_rea
         ).blaming(hosts=[here])
     return error_type(
         f"{problem} ({reason}; {host} is {', '.join(addresses)} on {here}); check cluster.coordinator, that no "
-        f"firewall between them blocks port {port}, and that process 0 was started and has not stopped with an error of "
-        "its own"
+        f"firewall between them blocks port {port}, and that process 0 was started and has not stopped with an error "
+        "of its own"
     ).blaming(processes=[0])

@@ -89,19 +89,19 @@ def assigned_gpus(neighbours: Neighbours, environment: Mapping[str, str], machin
     GPUs cannot be divided evenly.
     """
     names = visible_gpus(environment, machine_gpus)
-    visible = len(names)
+    num_visible = len(names)
     processes = neighbours.processes
     if neighbours.gpus is not None:
-        has_separate_gpus = visible * processes <= neighbours.gpus
+        has_separate_gpus = num_visible * processes <= neighbours.gpus
     else:
-        has_separate_gpus = visible == 1 and processes <= machine_gpus
-    if processes == 1 or visible == 0 or has_separate_gpus or names[0].startswith("MIG-"):
+        has_separate_gpus = num_visible == 1 and processes <= machine_gpus
+    if processes == 1 or num_visible == 0 or has_separate_gpus or names[0].startswith("MIG-"):
         return None
-    share, remainder = divmod(visible, processes)
+    share, remainder = divmod(num_visible, processes)
     if remainder or share == 0:
         raise ConfigError(
-            f"cluster.local_devices: {processes} processes on this host see the same {visible} "
-            f"GPU{'s' if visible > 1 else ''}, which cannot be divided evenly among them; start one process per host "
-            "or one per GPU, or set cluster.local_devices in each process"
+            f"cluster.local_devices: {processes} processes on this host see the same {num_visible} "
+            f"GPU{'s' if num_visible > 1 else ''}, which cannot be divided evenly among them; start one process per "
+            "host or one per GPU, or set cluster.local_devices in each process"
         )
     return tuple(range(neighbours.rank * share, (neighbours.rank + 1) * share))

@@ -1,7 +1,8 @@
 """python -m jaxmnt.launch local --processes N -- --config FILE [key=value …]
 python -m jaxmnt.launch slurm|gke --config FILE [--nodes N] [--dry-run] [--fresh] [key=value …]
 
-Starts the processes of a run: on this machine, or on a cluster by a job script or a manifest that it prints or submits.
+Starts the processes of a run on this machine, or on a cluster with a job script or manifest, which it prints or
+submits.
 """
 
 import argparse
@@ -29,7 +30,7 @@ def _local(options: argparse.Namespace, train_arguments: list[str]) -> int:
     numbers = (options.processes, options.devices_per_process or 1, options.cores_per_process or 1)
     if min(numbers) < 1 or options.max_restarts < 0:
         raise ConfigError(
-            "--processes, --devices-per-process and --cores-per-process take numbers from 1 up, --max-restarts from 0"
+            "--processes, --devices-per-process and --cores-per-process must be at least 1, --max-restarts at least 0"
         )
     check_cores(options.processes, options.cores_per_process)
     if options.preflight:
@@ -64,9 +65,9 @@ def _on_cluster(options: argparse.Namespace) -> int:
         return ExitCode.FINISHED
     print(cluster.submit(job))
     if cluster is slurm and (estimate := cost(job)) is not None:
-        print(f"cost    up to {estimate:,.0f} by its time limit")
+        print(f"cost    up to {estimate:,.0f} if the job runs to its time limit")
     elif cluster is gke and (estimate := cost_per_hour(job)) is not None:
-        print(f"cost    {estimate:,.2f} an hour, without a time limit")
+        print(f"cost    {estimate:,.2f} an hour; the job has no time limit")
     return ExitCode.FINISHED
 
 
@@ -74,8 +75,8 @@ def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
     """Splits the arguments at a lone `--`."""
     if "--" not in arguments:
         return arguments, []
-    at = arguments.index("--")
-    return arguments[:at], arguments[at + 1 :]
+    separator = arguments.index("--")
+    return arguments[:separator], arguments[separator + 1 :]
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
@@ -83,10 +84,10 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     where = parser.add_subparsers(dest="where", required=True)
     _add_local(where)
     clusters = {
-        "slurm": _add_cluster(where, "slurm", "a job of Slurm"),
-        "gke": _add_cluster(where, "gke", "a JobSet of Kubernetes"),
+        "slurm": _add_cluster(where, "slurm", "a Slurm job"),
+        "gke": _add_cluster(where, "gke", "a Kubernetes JobSet"),
     }
-    if arguments and arguments[0] in clusters:  # settings may come between options, which subparsers do not support
+    if arguments and arguments[0] in clusters:  # subparsers do not support settings between options
         namespace = argparse.Namespace(where=arguments[0])
         return clusters[arguments[0]].parse_intermixed_args(arguments[1:], namespace)
     if arguments[:1] == ["local"]:
@@ -104,13 +105,13 @@ def _add_local(where: "argparse._SubParsersAction[Parser]") -> None:
     )
     local.add_argument("--processes", type=int, required=True, help="number of processes")
     local.add_argument(
-        "--devices-per-process", type=int, help="run each on so many virtual CPU devices; default: the devices it has"
+        "--devices-per-process", type=int, help="virtual CPU devices of each process; default: no virtual devices"
     )
     local.add_argument(
-        "--cores-per-process", type=int, help="CPU cores to bind each to; default on CPUs: an equal share"
+        "--cores-per-process", type=int, help="CPU cores that each process is bound to; default on CPUs: an equal share"
     )
     local.add_argument(
-        "--max-restarts", type=int, default=0, help="how many times at most a failed start is repeated; default 0"
+        "--max-restarts", type=int, default=0, help="maximum number of restarts after failures; default 0"
     )
     local.add_argument(
         "--elastic",
@@ -118,7 +119,9 @@ def _add_local(where: "argparse._SubParsersAction[Parser]") -> None:
         help="continue with fewer processes, down to MIN, when a restart makes no progress",
     )
     local.add_argument(
-        "--preflight", action="store_true", help="check the hosts instead: arguments after -- go to jaxmnt.preflight"
+        "--preflight",
+        action="store_true",
+        help="check the hosts instead; arguments after -- go to jaxmnt.preflight",
     )
 
 
@@ -135,7 +138,9 @@ def _add_cluster(where: "argparse._SubParsersAction[Parser]", name: str, text: s
         "--accept-changes", action="store_true", help="resume a run although the config changes its numerics"
     )
     cluster.add_argument(
-        "--fresh", action="store_true", help="set the run in run.dir aside, and begin a new one; once for the job"
+        "--fresh",
+        action="store_true",
+        help="set the run in run.dir aside, and begin a new one; once for the whole job",
     )
     cluster.add_settings()
     return cluster

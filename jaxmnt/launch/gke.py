@@ -29,20 +29,22 @@ _CONFIG_FOLDER, _CONFIG_FILE = "/etc/jaxmnt", "run.yaml"
 _KEY_FIELD = "key"
 
 _JOB = "workers"
-_DIGITS = 6
-_LONGEST_NAME = 63 - len(f"-{_JOB}-0-") - len("99999") - len("-abcde")
-"""Length limit of a JobSet's name: its pods' names, with an index and a random suffix, have at most 63 characters."""
-_WAIT_SECONDS = 1800.0
-"""Default time to wait for all pods at a start, since adding a node for one takes minutes."""
+_HASH_DIGITS = 6
+_MAX_NAME_CHARACTERS = 63 - len(f"-{_JOB}-0-") - len("99999") - len("-abcde")
+"""Maximum length of a JobSet's name, because its pods' names, with an index and a random suffix, may have 63
+characters."""
+_START_TIMEOUT_SECONDS = 1800.0
+"""Default time to wait for all pods at a start, which is long because adding a node for a pod takes minutes."""
 _EPHEMERAL_VOLUMES = ("emptyDir", "configMap", "secret", "downwardAPI", "projected", "ephemeral")
-"""Kinds of volumes that do not outlive the pod."""
+"""Kinds of volumes that are lost with their pod."""
 
 
 def render(job: Job) -> str:
-    """Returns the config as a ConfigMap, and the JobSet, as YAML. Raises `ConfigError` if no cluster could run it.
+    """Returns YAML with the config, as a ConfigMap, and the JobSet. Raises `ConfigError` if no cluster could run the
+    job.
 
-    The YAML does not contain the run's key, since people save and show it. Without a key the processes create one in
-    `run.dir`.
+    The YAML does not contain the run's key, since people save and share YAML. Without a key, the processes create one
+    in `run.dir`.
     """
     config, jobset = manifests(job)
     return to_yaml(config, jobset) + _KEY_NOTE.format(
@@ -52,16 +54,16 @@ def render(job: Job) -> str:
 
 
 _KEY_NOTE = """\
-# The processes authenticate each other by a key. Without --dry-run it is created, as a Secret that the JobSet owns.
-# With this manifest they create the file run.dir/run.key, unless this Secret exists before the JobSet; use another key
-# for each run:
+# The processes authenticate each other with a key. Without --dry-run it is created as a Secret that the JobSet owns.
+# With this manifest, the processes create it in the file run.dir/run.key, unless the following Secret exists before the
+# JobSet. Use another key for each run:
 #   kubectl --namespace={namespace} create secret generic {secret} --from-literal={field}="$(openssl rand -hex {size})"
 """
 
 
 def manifests(job: Job, salt: str = "") -> list[Manifest]:
-    """Returns the ConfigMap and the JobSet. Objects that belong to the JobSet are named by a hash of the config and
-    `salt`."""
+    """Returns the ConfigMap and the JobSet. The names of objects that belong to the JobSet contain a hash of the config
+    and `salt`."""
     if job.sweep:
         raise ConfigError("--sweep: not supported on Kubernetes, where each run is a JobSet; launch them one by one")
     if job.config.launch.image is None:
@@ -70,7 +72,7 @@ def manifests(job: Job, salt: str = "") -> list[Manifest]:
         raise ConfigError("train.stop_after: a JobSet would start it again for ever; leave it out")
     name, text = _name(job), _config_text(job)
     metadata: Manifest = {"name": name, "namespace": job.config.gke.namespace}
-    config_name = f"{name}-{hashlib.sha256(f'{text}{salt}'.encode()).hexdigest()[:_DIGITS]}"
+    config_name = f"{name}-{hashlib.sha256(f'{text}{salt}'.encode()).hexdigest()[:_HASH_DIGITS]}"
     config = {
         "apiVersion": "v1",
         "kind": "ConfigMap",
@@ -82,19 +84,22 @@ def manifests(job: Job, salt: str = "") -> list[Manifest]:
 
 
 def _config_text(job: Job) -> str:
-    """Returns the config, with a start timeout that suits pods."""
-    cluster = job.config.cluster.model_copy(update={"start_timeout_seconds": job.start_timeout_seconds(_WAIT_SECONDS)})
+    """Returns the config as YAML, with a start timeout that suits pods."""
+    cluster = job.config.cluster.model_copy(
+        update={"start_timeout_seconds": job.start_timeout_seconds(_START_TIMEOUT_SECONDS)}
+    )
     return dump_for_hosts(job.config.model_copy(update={"cluster": cluster}))
 
 
 def _check_folders(job: Job, pod: Manifest) -> None:
-    """Raises `ConfigError` if a path that the run reads is not in the pod, or one that it writes goes with the pod."""
+    """Raises `ConfigError` if a path that the run reads is not in the pod, or if one that it writes would be lost with
+    the pod."""
     config = job.config
     ephemeral = {
-        volume.get("name") for volume in _items(pod, "volumes") if any(kind in volume for kind in _EPHEMERAL_VOLUMES)
+        volume.get("name") for volume in _mappings(pod, "volumes") if any(kind in volume for kind in _EPHEMERAL_VOLUMES)
     }
-    train = [container for container in _items(pod, "containers") if container.get("name") == _CONTAINER]
-    mounts = [mount for mount in _items(train[0], "volumeMounts") if mount.get("mountPath") != _CONFIG_FOLDER]
+    train = [container for container in _mappings(pod, "containers") if container.get("name") == _CONTAINER]
+    mounts = [mount for mount in _mappings(train[0], "volumeMounts") if mount.get("mountPath") != _CONFIG_FOLDER]
 
     read = {f"data.sources.{name}.path": source.path for name, source in config.data.sources.items()}
     read |= {"data.path": config.data.path}
@@ -109,15 +114,15 @@ def _check_folders(job: Job, pod: Manifest) -> None:
             if key in read or mount.get("name") not in ephemeral
         )
         if not on_volume:
-            end = "would be gone with its pod" if key in written else "is not in the pods"
+            end = "would be lost with its pod" if key in written else "is not in the pods"
             missing.append(f"{key}: {printable(path)} is on no volume, and {end}")
     if missing:
         choice = "a folder" if len(missing) == 1 else "folders"
         raise ConfigError(f"{'; '.join(missing)}; choose {choice} below a path of launch.mounts")
 
 
-def _items(manifest: Manifest, field: str) -> list[Manifest]:
-    """Returns a list of a manifest. Raises `ConfigError` if gke.pod has replaced it by something else."""
+def _mappings(manifest: Manifest, field: str) -> list[Manifest]:
+    """Returns a list of mappings from a manifest. Raises `ConfigError` if gke.pod has replaced it by something else."""
     items = manifest[field]
     if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
         raise ConfigError(f"gke.pod: {field} must be a list of mappings; correct it")
@@ -125,12 +130,12 @@ def _items(manifest: Manifest, field: str) -> list[Manifest]:
 
 
 def _name(job: Job) -> str:
-    """Returns a name from the run's directory, in the characters that Kubernetes allows. A hash of the path tells
-    directories of the same name apart."""
+    """Makes a name from that of the run's directory, with only characters that Kubernetes allows. A hash of the path
+    distinguishes directories with the same name."""
     name = re.sub(r"[^a-z0-9]+", "-", job.run_dir.name.lower()).strip("-")
     name = name if name[:1].isalpha() else f"run-{name}"
-    digest = hashlib.sha256(str(job.run_dir).encode()).hexdigest()[:_DIGITS]
-    return f"{name[: _LONGEST_NAME - _DIGITS - 1].strip('-')}-{digest}"
+    digest = hashlib.sha256(str(job.run_dir).encode()).hexdigest()[:_HASH_DIGITS]
+    return f"{name[: _MAX_NAME_CHARACTERS - _HASH_DIGITS - 1].strip('-')}-{digest}"
 
 
 def _jobset(job: Job, name: str, config_name: str, metadata: Manifest) -> Manifest:
@@ -150,7 +155,7 @@ def _jobset(job: Job, name: str, config_name: str, metadata: Manifest) -> Manife
     return jobset
 
 
-# -- pods: one for each host, with a shell as their first process
+# -- pods, one for each host, with a shell as their first process
 
 
 def _pod_template(job: Job, coordinator: str, config_name: str, pod: Manifest) -> Manifest:
@@ -163,7 +168,7 @@ def _pod_template(job: Job, coordinator: str, config_name: str, pod: Manifest) -
         claim, path = mount.split(":", 1)
         pod["volumes"].append({"name": f"data-{number}", "persistentVolumeClaim": {"claimName": claim}})
         container["volumeMounts"].append({"name": f"data-{number}", "mountPath": path})
-    _fill_in(container, job, coordinator, config_name)
+    _fill_container(container, job, coordinator, config_name)
     metadata = {"metadata": {"annotations": dict(sorted(gke.annotations.items()))}} if gke.annotations else {}
     spec = _merged(pod | _placement(job), gke.pod)
     _check_folders(job, spec)
@@ -176,10 +181,10 @@ def _key_name(config_name: str) -> str:
 
 
 def _merged(ours: Any, override: Any) -> Any:
-    """Merges an override into our part of a manifest.
+    """Merges an override into our part of a manifest, and returns the result.
 
-    Mappings are merged recursively. In lists, items with the same key are merged, and other items are appended.
-    Anything else is replaced by `override`.
+    Mappings are merged recursively. In lists, items with the same key (see `_list_key`) are merged, and other items are
+    appended. Anything else is replaced by `override`.
     """
     if isinstance(ours, dict) and isinstance(override, dict):
         return ours | {name: _merged(ours[name], value) if name in ours else value for name, value in override.items()}
@@ -192,7 +197,8 @@ def _merged(ours: Any, override: Any) -> Any:
 
 
 def _list_key(item: Any) -> str | None:
-    """Returns the key of a list's item: the path of a mount, since a volume may have several mounts, else the name."""
+    """Returns the key of an item in a list: the path of a mount, since a volume may have several mounts, or else the
+    name."""
     return item.get("mountPath", item.get("name")) if isinstance(item, dict) else None
 
 
@@ -219,7 +225,7 @@ def _placement(job: Job) -> Manifest:
     return {name: value for name, value in fields.items() if value}
 
 
-def _fill_in(container: Manifest, job: Job, coordinator: str, config_name: str) -> None:
+def _fill_container(container: Manifest, job: Job, coordinator: str, config_name: str) -> None:
     gke, launch = job.config.gke, job.config.launch
     variables = environment(job.config) | {
         "JAX_NUM_PROCESSES": str(launch.nodes),
@@ -232,7 +238,7 @@ def _fill_in(container: Manifest, job: Job, coordinator: str, config_name: str) 
     container["env"].append({"name": RUN_KEY, "valueFrom": key})
     container["ports"][0]["containerPort"] = DEFAULT_PORT
     limits = {"nvidia.com/gpu": launch.gpus_per_node or None, "cpu": gke.cpu, "memory": gke.memory}
-    if set_limits := {resource: _amount(amount) for resource, amount in limits.items() if amount}:
+    if set_limits := {resource: _format_amount(amount) for resource, amount in limits.items() if amount}:
         container["resources"] = {"limits": set_limits}
 
 
@@ -245,26 +251,26 @@ def _script(job: Job) -> str:
 
 
 def _literal(text: str) -> str:
-    """Escapes text against Kubernetes, which expands $(NAME) in commands and values, and reads $$ as one $."""
+    """Escapes a text for Kubernetes, which expands $(NAME) in commands and values, and reads $$ as one $."""
     return re.sub(r"\$(?=[$(])", "$$", text)
 
 
-def _amount(amount: float | str) -> str:
-    """Formats an amount as Kubernetes does, for which 100 and 100.0 are the same."""
+def _format_amount(amount: float | str) -> str:
+    """Formats an amount as Kubernetes does, so that 100.0 becomes 100."""
     return str(int(amount)) if isinstance(amount, float) and amount.is_integer() else str(amount)
 
 
-_FIELD = re.compile(r"[a-z][A-Za-z]{2,}")
-"""Keys that are written without quotes."""
+_UNQUOTED_KEY = re.compile(r"[a-z][A-Za-z]{2,}")
+"""Matches keys that are written without quotes."""
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes all text except names of fields; writes text of several lines as a block."""
+    """Quotes all text except the names of fields, and writes text with several lines as a block."""
 
     def represent_mapping(self, tag: str, mapping: Any, flow_style: bool | None = None) -> yaml.MappingNode:
         node: yaml.MappingNode = super().represent_mapping(tag, mapping, flow_style)
         for name, _ in node.value:
-            if _FIELD.fullmatch(name.value):
+            if _UNQUOTED_KEY.fullmatch(name.value):
                 name.style = None
         return node
 
@@ -272,15 +278,15 @@ class _Dumper(yaml.SafeDumper):
         return True
 
 
-def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else '"')
 
 
-_Dumper.add_representer(str, _text)
+_Dumper.add_representer(str, _represent_text)
 
 
 def to_yaml(*manifests: Manifest) -> str:
-    """Returns manifests as YAML that people can read and `kubectl apply -f -` accepts."""
+    """Returns manifests as YAML that people can read and that `kubectl apply -f -` accepts."""
     return yaml.dump_all(manifests, Dumper=_Dumper, sort_keys=False, default_flow_style=False, width=float("inf"))
 
 
@@ -292,7 +298,7 @@ def submit(job: Job) -> str:
 
     Existing objects are not changed: a user who wants to launch again deletes the earlier JobSet.
     """
-    # After a JobSet was deleted, Kubernetes may still delete its dependents by name, so new ones need new names.
+    # Kubernetes may still be deleting the dependents of a deleted JobSet by name, so new ones need new names.
     config, jobset = manifests(job, salt=secrets.token_hex())
     # With a queue, Kueue resumes the JobSet.
     return create(jobset, [_run_key_secret(config["metadata"]), config], resume=not job.config.gke.queue)
@@ -304,7 +310,7 @@ _RESOURCE = "jobsets.jobset.x-k8s.io"
 def create(jobset: Manifest, dependents: list[Manifest], *, resume: bool) -> str:
     """Creates the JobSet, suspended, then its dependents, and resumes it if `resume` is set. Returns kubectl's output.
 
-    Raises `UserError` if kubectl rejects anything; then all objects are deleted again.
+    If kubectl rejects anything, deletes all objects again and raises `UserError`.
     """
     metadata = jobset["metadata"]
     suspended = jobset | {"spec": jobset["spec"] | {"suspend": True}}
@@ -325,7 +331,7 @@ def create(jobset: Manifest, dependents: list[Manifest], *, resume: bool) -> str
 
 
 def _run_key_secret(metadata: Manifest) -> Manifest:
-    """Returns a Secret with a new random key, for the JobSet of a ConfigMap with this metadata."""
+    """Returns a Secret with a new random key. `metadata` is that of the JobSet's ConfigMap."""
     return {
         "apiVersion": "v1",
         "kind": "Secret",
@@ -336,27 +342,28 @@ def _run_key_secret(metadata: Manifest) -> Manifest:
 
 
 def _delete_jobset(metadata: Manifest) -> None:
-    """Deletes the JobSet, and with it its dependents."""
+    """Deletes the JobSet and its dependents. Shows a note if that fails."""
     try:
         _kubectl("to delete the JobSet", "delete", *_object_arguments(metadata), "--ignore-not-found")
     except UserError as error:
         remark(
-            f"note: the JobSet {metadata['name']} in the namespace {metadata['namespace']} is left, suspended "
-            f"({error}); delete it: kubectl delete {' '.join(_object_arguments(metadata))}"
+            f"note: the JobSet {metadata['name']} in the namespace {metadata['namespace']} still exists, suspended "
+            f"({error}); delete it with: kubectl delete {' '.join(_object_arguments(metadata))}"
         )
 
 
 def _object_arguments(metadata: Manifest) -> list[str]:
-    """Returns kubectl's arguments that name a JobSet."""
+    """Returns the arguments with which kubectl is told the name of a JobSet."""
     return [f"{_RESOURCE}/{metadata['name']}", f"--namespace={metadata['namespace']}"]
 
 
-def _kubectl(what: str, *arguments: str, text: str = "") -> str:
-    """Runs kubectl with `text` as its input. Returns its output. Raises `UserError`, which says `what` was refused."""
+def _kubectl(request: str, *arguments: str, text: str = "") -> str:
+    """Runs kubectl with `text` as its input, and returns its output. Raises `UserError`, which names the `request`, if
+    kubectl refuses it."""
     try:
-        done = subprocess.run(["kubectl", *arguments], input=text, capture_output=True, text=True)
+        completed = subprocess.run(["kubectl", *arguments], input=text, capture_output=True, text=True)
     except FileNotFoundError:
         raise ConfigError("kubectl: this command is not installed here; see --dry-run, or install it") from None
-    if done.returncode != 0:
-        raise UserError(f"kubectl refused {what}: {done.stderr.strip()}")
-    return done.stdout.strip()
+    if completed.returncode != 0:
+        raise UserError(f"kubectl refused {request}: {completed.stderr.strip()}")
+    return completed.stdout.strip()

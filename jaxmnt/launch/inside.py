@@ -1,7 +1,8 @@
 """python -m jaxmnt.launch.inside before|after …
 
 Decides inside an allocation on which nodes to start a run, and what to do when a start has ended. The job script calls
-it. It prints an action and its details. The events of the run, which outlive every start, tell what has happened.
+this command, which prints an action and its details. It learns what has happened from the events of the run, which are
+kept from start to start.
 """
 
 import argparse
@@ -12,19 +13,24 @@ from pathlib import Path
 from jaxmnt.commands import LOCAL_EXIT_CODES, Parser, path_argument, run_command
 from jaxmnt.distributed.termination import is_device_error
 from jaxmnt.errors import ExitCode
-from jaxmnt.launch.ledger import ABANDONED, BLAMING, RAISED, Ledger, Record, peers_never_appeared
+from jaxmnt.launch.ledger import ABANDONED, BLAMING_EVENTS, EXCEPTION_EVENT, Ledger, Record, peers_never_appeared
 from jaxmnt.telemetry.events import last_commit
 
-_TRIES, _MOST_FAILURES = 3, 12
-"""Consecutive starts of a job that may fail without a new checkpoint: those without a node to blame, and all."""
+_MAX_UNEXPLAINED_FAILURES, _MAX_FAILURES = 3, 12
+"""Number of consecutive failed starts without a new checkpoint after which a job ends: those without a node to blame,
+and all of them."""
 _SLURM_STOPS = ("SIGUSR1", "SIGTERM", "the allocation ends")
-"""Reasons for a stop after which a run continues in another allocation. A user's STOP, or train.stop_after, is none."""
+"""Reasons for a stop after which a run continues in another allocation. A user's STOP and train.stop_after are not
+among them."""
 
 
-def before(ledger: Ledger, needed: int, usable: list[str], drained: list[str], now: float) -> tuple[str, str]:
-    """Returns `start` and the nodes, or `requeue` and why if there are fewer usable nodes than `needed`.
+def decide_before_start(
+    ledger: Ledger, needed: int, usable: list[str], drained: list[str], now: float
+) -> tuple[str, str]:
+    """Returns `start` and the nodes to start on, or `requeue` and the reason if fewer nodes than `needed` are usable.
 
-    Nodes that are neither blamed nor drained come first, then drained ones, then blamed ones, the longest ago first.
+    Nodes that are neither blamed nor drained are preferred. Drained nodes come next, and then blamed ones, of which
+    those blamed longest ago come first.
     """
     bad = [bad_node.node for bad_node in ledger.bad_nodes(now)]
     good = [node for node in usable if node not in bad]
@@ -35,54 +41,55 @@ def before(ledger: Ledger, needed: int, usable: list[str], drained: list[str], n
     return "start", ",".join(node for node in usable if node in selected)
 
 
-def after(
+def decide_after_start(
     ledger: Ledger, code: int, began: float, nodes: list[str], start: int, restarts: int, cancelled: bool, job: str,
     spare_nodes: int | None = None,
 ) -> tuple[str, str]:  # fmt: skip
-    """Returns `end`, `requeue` or `again`, and why, after a start on `nodes` has ended with srun's exit code.
+    """Returns `end`, `requeue` or `again`, and the reason, after a start on `nodes` has ended. `code` is srun's exit
+    code.
 
-    `spare_nodes` is how many more nodes the allocation has; None if the script does not say.
+    `spare_nodes` is the number of additional nodes in the allocation; None if the script does not say.
     """
     now = time.time()
     events = _events_on(nodes, ledger.events(began))
     end = next((event for event in reversed(events) if event["kind"] == "end"), None)
     newest = last_commit(ledger.run_dir)
 
-    # What kind of end it was.
+    # Decide what kind of end it was.
     final = code in (ExitCode.FINISHED, ExitCode.CONFIG) or cancelled
     waited = not final and peers_never_appeared(events)
     stop_requested = any(event["kind"] == ABANDONED and event.get("asked_by") for event in events)
     stopped = code == ExitCode.STOPPED or stop_requested or (end is not None and end.get("finished") is False)
 
-    # Blame a node only for a failure.
-    well = final or end is not None or (stopped and not waited)
-    blamed = None if well else _blamed(events, nodes)
+    # A node is blamed only for a failure.
+    needs_no_blame = final or end is not None or (stopped and not waited)
+    blamed = None if needs_no_blame else _node_at_fault(events, nodes)
     if blamed is not None:
         ledger.blame(blamed[0], blamed[1], now)
 
     earlier = [record for record in ledger.starts() if record["job"] == job and record.get("began") != began]
-    this = {
+    current = {
         "time": now, "began": began, "job": job, "start": start, "nodes": nodes, "code": code, "newest": newest,
         "cancelled": cancelled, "waited": waited, "blamed": None if blamed is None else blamed[0],
     }  # fmt: skip
-    ledger.note(this)
+    ledger.record_start(current)
     if cancelled:
         return "end", "Slurm has ended this allocation"
     if final:
         return "end", ""
     if waited:
-        return _after_waiting(earlier, this, restarts, spare_nodes)
+        return _decide_after_waiting(earlier, current, restarts, spare_nodes)
     if stopped:
-        return _after_a_stop(events, newest)
-    return _after_a_failure(earlier, this, restarts, silent=not events)
+        return _decide_after_stop(events, newest)
+    return _decide_after_failure(earlier, current, restarts, silent=not events)
 
 
-def _after_a_stop(events: list[Record], newest: int) -> tuple[str, str]:
-    """Decides after a start that stopped early.
+def _decide_after_stop(events: list[Record], newest: int) -> tuple[str, str]:
+    """Decides what to do after a start that stopped early.
 
-    Every process records the stop, but only processes that received the request record its reason; process 0's reason
-    takes precedence. A stop by train.stop_after leaves only an end event, since there was no request. If no process
-    could record anything, exit code 75 alone means to run again.
+    Every process records the stop, but only processes that received the request record its source. The source in
+    process 0's record takes precedence. A stop because of train.stop_after leaves only an end event, since there was no
+    request. If no process could record anything, exit code 75 alone means that the run must be started again.
     """
     unfinished = [event for event in events if event["kind"] == "end" and not event["finished"]]
     stops = [event for event in events if event["kind"] in ("preempted", ABANDONED)]
@@ -95,41 +102,43 @@ def _after_a_stop(events: list[Record], newest: int) -> tuple[str, str]:
     return "end", f"stopped by {stopped_by or 'train.stop_after'}"
 
 
-def _after_waiting(earlier: list[Record], this: Record, restarts: int, spare_nodes: int | None) -> tuple[str, str]:
-    """Decides after a start in which processes never appeared: to start without their node, or in another allocation.
-    The processes limit the retries themselves: after a day they end with exit code 2."""
-    blamed = this["blamed"]
-    if blamed and spare_nodes != 0 and this["start"] < restarts and not _tried_twice(earlier, this):
+def _decide_after_waiting(
+    earlier: list[Record], current: Record, restarts: int, spare_nodes: int | None
+) -> tuple[str, str]:
+    """Decides, after a start in which processes never appeared, whether to start without their node or in another
+    allocation. The processes limit the retries themselves, because they end with exit code 2 after a day."""
+    blamed = current["blamed"]
+    if blamed and spare_nodes != 0 and current["start"] < restarts and not _tried_twice(earlier, current):
         return "again", f"{blamed} did not connect; without it if there is another"
     return "requeue", f"{blamed or 'a node'} did not connect"
 
 
-def _after_a_failure(earlier: list[Record], this: Record, restarts: int, *, silent: bool) -> tuple[str, str]:
-    """Decides after a failed start. `silent` marks one without any event."""
-    start, blamed = this["start"], this["blamed"]
-    unexplained, failures = _failures_without_progress([*earlier, this])
-    if unexplained >= _TRIES or failures >= _MOST_FAILURES:
-        return "end", f"{failures} starts failed without a checkpoint after step {this['newest']}"
+def _decide_after_failure(earlier: list[Record], current: Record, restarts: int, *, silent: bool) -> tuple[str, str]:
+    """Decides what to do after a failed start. `silent` is True if the start has left no event."""
+    start, blamed = current["start"], current["blamed"]
+    unexplained, failures = _failures_without_progress([*earlier, current])
+    if unexplained >= _MAX_UNEXPLAINED_FAILURES or failures >= _MAX_FAILURES:
+        return "end", f"{failures} starts failed without a checkpoint after step {current['newest']}"
     if silent:
         return "requeue", "nothing was started"
     if start >= restarts:
         return "requeue", f"{start} of {restarts} restarts used in this allocation"
-    if _tried_twice(earlier, this):
+    if _tried_twice(earlier, current):
         return "requeue", f"{blamed} was tried twice here"
     who = f"without {blamed} if there is another" if blamed else "on the same nodes"
-    return "again", f"from step {this['newest']}, {who}"
+    return "again", f"from step {current['newest']}, {who}"
 
 
-def _tried_twice(earlier: list[Record], this: Record) -> bool:
+def _tried_twice(earlier: list[Record], current: Record) -> bool:
     """Returns True if the blamed node was blamed before in this allocation."""
-    start, blamed = this["start"], this["blamed"]
+    start, blamed = current["start"], current["blamed"]
     in_allocation = earlier[max(0, len(earlier) - start) :] if start > 0 else []
     return blamed is not None and blamed in [earlier_start["blamed"] for earlier_start in in_allocation]
 
 
 def _failures_without_progress(starts: list[Record]) -> tuple[int, int]:
-    """Returns how many of the last starts failed with the same newest checkpoint: those without a node to blame, and
-    all. Starts that were cancelled, or in which processes never appeared, do not count."""
+    """Returns how many of the last starts failed without a new checkpoint: those without a node to blame, and all of
+    them. Starts that were cancelled, or in which processes never appeared, do not count."""
     unexplained = failures = 0
     counted = [start for start in starts if not start.get("cancelled") and not start.get("waited")]
     for start in reversed(counted):
@@ -142,25 +151,26 @@ def _failures_without_progress(starts: list[Record]) -> tuple[int, int]:
 
 
 def _events_on(nodes: list[str], events: list[Record]) -> list[Record]:
-    """Returns the events of these nodes, without those of a process that was started elsewhere in the same run
-    directory; all events if no host name matches."""
-    matching = [event for event in events if _node(event.get("host"), None, nodes)]
+    """Returns the events from the given nodes. Leaves out those of a process that was started elsewhere with the same
+    run directory. If no host name matches, returns all events."""
+    matching = [event for event in events if _node_of(event.get("host"), None, nodes)]
     return matching or events
 
 
-def _blamed(events: list[Record], nodes: list[str]) -> tuple[str, str] | None:
-    """Returns the node at fault, and the reason that one process reports; None if no node is.
+def _node_at_fault(events: list[Record], nodes: list[str]) -> tuple[str, str] | None:
+    """Returns the node at fault, and the reason that a process reports. Returns None if no node is at fault.
 
     An exception in a process is the fault of its program, unless it reports a broken device. All processes talk to
-    process 0, so its verdict counts, unless all others blame its node. If it reports nothing, the majority decides.
+    process 0, so its verdict counts, unless all others blame process 0's node. If process 0 reports nothing, the
+    majority decides.
     """
-    raised = {event["process"] for event in events if event["kind"] == RAISED}
+    raised = {event["process"] for event in events if event["kind"] == EXCEPTION_EVENT}
     votes: dict[int, tuple[str, str]] = {}
     for event in events:
         why = str(event.get("why"))
-        program_failed = event.get("at_fault") in raised or f" {RAISED}: " in why
-        node = _node(event.get("at_fault_host"), event.get("at_fault"), nodes)
-        if event["kind"] not in (*BLAMING, RAISED) or (program_failed and not is_device_error(why)):
+        program_failed = event.get("at_fault") in raised or f" {EXCEPTION_EVENT}: " in why
+        node = _node_of(event.get("at_fault_host"), event.get("at_fault"), nodes)
+        if event["kind"] not in (*BLAMING_EVENTS, EXCEPTION_EVENT) or (program_failed and not is_device_error(why)):
             continue
         if node is not None:
             votes.setdefault(event["process"], (node, why))
@@ -172,9 +182,9 @@ def _blamed(events: list[Record], nodes: list[str]) -> tuple[str, str] | None:
     return max(others, key=lambda vote: counts[vote[0]], default=None)
 
 
-def _node(host: str | None, process: int | None, nodes: list[str]) -> str | None:
-    """Returns the node of a host, else of a process; None if it is none of `nodes`. Host names may have a domain that
-    Slurm's node names lack."""
+def _node_of(host: str | None, process: int | None, nodes: list[str]) -> str | None:
+    """Returns the node of a host, or else the node of a process. Returns None if it is not one of `nodes`. Host names
+    may have a domain that Slurm's node names lack."""
     if host is not None:
         same = [node for node in nodes if node == host or node.partition(".")[0] == host.partition(".")[0]]
         if same:
@@ -186,9 +196,11 @@ def main(arguments: list[str]) -> int:
     options = _parse(arguments)
     ledger = Ledger(Path(options.run_dir))
     if options.when == "before":
-        answer = before(ledger, options.wanted, options.usable.split(), options.drained.split(), time.time())
+        answer = decide_before_start(
+            ledger, options.wanted, options.usable.split(), options.drained.split(), time.time()
+        )
     else:
-        answer = after(
+        answer = decide_after_start(
             ledger, options.code, options.began, options.nodes.split(","), options.start, options.restarts,
             options.cancelled == "yes", options.job, options.spare_nodes,
         )  # fmt: skip
@@ -199,20 +211,21 @@ def main(arguments: list[str]) -> int:
 def _parse(arguments: list[str]) -> argparse.Namespace:
     parser = Parser("python -m jaxmnt.launch.inside", description=__doc__, codes=LOCAL_EXIT_CODES)
     when = parser.add_subparsers(dest="when", required=True)
-    first, later = when.add_parser("before", codes=LOCAL_EXIT_CODES), when.add_parser("after", codes=LOCAL_EXIT_CODES)
-    for command in (first, later):
+    before = when.add_parser("before", codes=LOCAL_EXIT_CODES)
+    after = when.add_parser("after", codes=LOCAL_EXIT_CODES)
+    for command in (before, after):
         command.add_argument("--run-dir", type=path_argument, required=True)
-    first.add_argument("--wanted", type=int, required=True, help="number of nodes for a start")
-    first.add_argument("--usable", required=True, help="nodes that answer")
-    first.add_argument("--drained", default="", help="those of them that Slurm has drained")
-    later.add_argument("--code", type=int, required=True, help="srun's exit code")
-    later.add_argument("--began", type=float, required=True, help="Unix seconds")
-    later.add_argument("--nodes", required=True, help="nodes of the start, in order of processes")
-    later.add_argument("--start", type=int, required=True, help="number of the start in this allocation")
-    later.add_argument("--restarts", type=int, required=True)
-    later.add_argument("--cancelled", choices=("yes", "no"), required=True)
-    later.add_argument("--job", required=True)
-    later.add_argument("--spare-nodes", type=int, help="spare nodes of the allocation; older scripts do not say")
+    before.add_argument("--wanted", type=int, required=True, help="number of nodes for a start")
+    before.add_argument("--usable", required=True, help="nodes that answer")
+    before.add_argument("--drained", default="", help="usable nodes that Slurm has drained")
+    after.add_argument("--code", type=int, required=True, help="srun's exit code")
+    after.add_argument("--began", type=float, required=True, help="time at which the start began, in Unix seconds")
+    after.add_argument("--nodes", required=True, help="nodes of the start, in the order of the processes")
+    after.add_argument("--start", type=int, required=True, help="number of the start in this allocation")
+    after.add_argument("--restarts", type=int, required=True)
+    after.add_argument("--cancelled", choices=("yes", "no"), required=True)
+    after.add_argument("--job", required=True)
+    after.add_argument("--spare-nodes", type=int, help="spare nodes of the allocation; older scripts do not say")
     return parser.parse_args(arguments)
 
 

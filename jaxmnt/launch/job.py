@@ -1,4 +1,4 @@
-"""A job for a cluster: its settings, its environment, and the checks of all text in its script or manifest."""
+"""A job for a cluster, with its settings and its environment, and checks of all text in its script or manifest."""
 
 import hashlib
 import re
@@ -20,15 +20,15 @@ from jaxmnt.storage import publish_bytes
 
 
 def exit_on_failure(setup: list[str]) -> list[str]:
-    """Returns shell lines that run the given ones and exit when one of them fails."""
+    """Returns shell lines that run the given lines, and exit when one of them fails."""
     return [f"eval {shlex.quote(line)} || exit 1" for line in setup]
 
 
 def require_run_key(flags: list[str]) -> list[str]:
     """Returns shell lines that exit if --fresh is given but the run's key is not set.
 
-    Without the key each restart would begin the run anew: it is the same for all restarts, so that a process recognises
-    by it that --fresh was done before (run/fresh.py).
+    The key is the same for all restarts, so a process can tell from it that --fresh was done before (run/fresh.py).
+    Without the key, each restart would begin the run anew.
     """
     if "--fresh" not in flags:
         return []
@@ -50,8 +50,8 @@ def fill_template(name: str, **values: str) -> str:
 
 
 def environment(config: Config) -> dict[str, str]:
-    """Returns the variables that launchers write into scripts and manifests, sorted by name. Other variables for GPUs
-    are set by each process itself (`distributed/gpu_settings.py`)."""
+    """Returns the variables that launchers write into scripts and manifests, sorted by name. Each
+    process sets further variables for GPUs itself (`distributed/gpu_settings.py`)."""
     launch = config.launch
     variables = {"JAXMNT_IMAGE": launch.image} if launch.image else {}
     if launch.gpus_per_node:
@@ -60,7 +60,8 @@ def environment(config: Config) -> dict[str, str]:
 
 
 def check_batch(config: Config, devices: int) -> None:
-    """Raises `ConfigError`, naming global batch sizes that fit, if the mesh or the batch does not divide evenly.
+    """Raises `ConfigError`, naming global batch sizes that would fit, if the devices cannot form the mesh or the batch
+    cannot be split evenly among them.
 
     The global batch does not depend on the number of devices; the number of microbatches follows from both.
     """
@@ -71,8 +72,8 @@ def check_batch(config: Config, devices: int) -> None:
 
 
 def check_rendered(fields: dict[str, Any]) -> None:
-    """Raises `ConfigError`, with the dotted key, for a text that could inject lines into a script, or that looks like a
-    secret, and for a value that has no form in a manifest, such as a date.
+    """Raises `ConfigError`, with the dotted key, for a text that could inject lines into a script or looks like a
+    secret, and for a value that a manifest cannot hold, such as a date.
 
     Every text of a job is checked here, so that safety never depends on quoting.
     """
@@ -97,7 +98,8 @@ def _check(where: str, value: Any) -> None:
 
 
 def _check_variable(where: str, fields: dict[str, Any]) -> None:
-    """Raises `ConfigError` if these fields, as in a pod's spec, set a variable whose name is that of a secret."""
+    """Raises `ConfigError` if the fields of a mapping, such as one in a pod's spec, set a variable whose name is that
+    of a secret."""
     name = fields.get("name")
     if isinstance(name, str) and fields.get("value") and is_secret_name(name):
         raise ConfigError(
@@ -110,7 +112,7 @@ def _check_text(where: str, text: str) -> None:
     if not text.isprintable():
         raise ConfigError(
             f"{where}: '{printable(text)}' must have no line ends, control characters or other characters that cannot "
-            "be printed, since it becomes part of a script or manifest; remove them, or make each line an item"
+            "be printed, since it becomes part of a script or manifest; remove them, or make each line a list item"
         )
     if contains_secret(text):
         raise ConfigError(
@@ -120,19 +122,19 @@ def _check_text(where: str, text: str) -> None:
 
 
 _JOB_SECTIONS = ("launch", "slurm", "gke")
-"""Config sections that describe the job as a whole, and so are the same for all tasks of its single script."""
+"""Config sections that describe the job as a whole, and are therefore the same for all tasks of its one script."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """A job for a cluster."""
+    """A job for a cluster, or a job array with several tasks."""
 
     config: Config
     config_file: Path
     overrides: list[str]
-    """Settings that override those of the file, for every process."""
+    """Settings that override those of the config file, for every process."""
     sweep: list[list[str]]
-    """Further settings for each task of a job array, with a checkpoint.dir of its own; empty for a single job."""
+    """Further settings for each task of a job array, including a separate checkpoint.dir; empty for a single job."""
     flags: list[str]
     """Flags of jaxmnt.train, such as --fresh."""
 
@@ -142,12 +144,12 @@ class Job:
 
     @property
     def frozen_file(self) -> Path:
-        """Path of the copy of the config file at submission, since the job may wait and be requeued."""
+        """Path of the copy of the config file that is made at submission, since the job may wait and be requeued."""
         digest = hashlib.sha256(config_bytes(self.config_file)).hexdigest()[:8]
         return self.run_dir / "launch" / f"{self.config_file.stem}-{digest}.yaml"
 
     def start_timeout_seconds(self, default: float) -> float:
-        """Returns how long its processes wait for each other at a start; `default` if the config does not say."""
+        """Returns how long the job's processes wait for each other at a start; `default` if the config does not say."""
         if self.config.launch.wait_minutes is not None:
             return 60 * self.config.launch.wait_minutes
         is_set = "start_timeout_seconds" in self.config.cluster.model_fields_set
@@ -162,15 +164,15 @@ class Job:
 def make_job(config_file: Path, overrides: list[str], sweep: list[str], flags: Sequence[str] = ()) -> Job:
     """Returns the job of a config.
 
-    Raises `ConfigError` if the config does not fit the nodes, with the settings of any task of a sweep, and for text
-    that a script or manifest must not hold.
+    Raises `ConfigError` if the config does not fit the nodes with the settings of some task of a sweep, or if it has
+    text that a script or manifest must not contain.
     """
     points = _points(sweep)
     config = load_config(config_file, overrides)
     for number, point in enumerate(points or [[]]):
         task_config = load_config(config_file, [*overrides, *point])
         if points and task_config.checkpoint.dir:
-            # Tasks that shared a folder would share its run: the second task would find it finished.
+            # Tasks that shared a folder would share its run, so the second task would find the run finished.
             task_folder = f"{task_config.checkpoint.dir.rstrip('/')}/{number}"
             point[:] = drop_overridden([*point, as_override("checkpoint.dir", task_folder)])
         devices = task_config.launch.nodes * max(1, task_config.launch.gpus_per_node)
@@ -185,7 +187,8 @@ def make_job(config_file: Path, overrides: list[str], sweep: list[str], flags: S
 
 
 def _points(sweep: list[str]) -> list[list[str]]:
-    """Returns all combinations: of `["a=1,2", "b=3,4"]` a=1 b=3, a=1 b=4, a=2 b=3, a=2 b=4."""
+    """Returns all combinations of a sweep's settings. For `["a=1,2", "b=3,4"]` they are a=1 b=3, a=1 b=4, a=2 b=3 and
+    a=2 b=4."""
     choices = []
     for text in sweep:
         name, equals, values = text.partition("=")
@@ -200,7 +203,8 @@ def _points(sweep: list[str]) -> list[list[str]]:
 
 
 def cost(job: Job) -> float | None:
-    """Returns the cost of all GPUs of all tasks until the time limit; None if the limit or the price is not known."""
+    """Returns what the GPUs of all tasks cost if the job runs to its time limit; None if the limit or the price is not
+    known."""
     launch = job.config.launch
     if launch.cost_per_gpu_hour is None or launch.hours is None:
         return None
@@ -209,7 +213,7 @@ def cost(job: Job) -> float | None:
 
 
 def cost_per_hour(job: Job) -> float | None:
-    """Returns the cost of all GPUs of a JobSet per hour; None if their price is not known. A JobSet has no time limit
+    """Returns the cost per hour of all GPUs in a JobSet; None if their price is not known. A JobSet has no time limit
     and no spare nodes."""
     launch = job.config.launch
     price = launch.cost_per_gpu_hour

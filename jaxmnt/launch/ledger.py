@@ -1,6 +1,6 @@
 """Records a run's starts and bad nodes in `run.dir/launch/`, and reads its events.
 
-Damaged records must not keep a run from being restarted: they are set aside or skipped, with a note.
+Damaged records must not keep a run from being restarted, so they are set aside or skipped, with a note.
 """
 
 import json
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxmnt.distributed.termination import ABANDONED, PEERS
-from jaxmnt.errors import UserError, printable, remark
+from jaxmnt.errors import UserError, counted, printable, remark
 from jaxmnt.storage import NO_FILE, first_free, move, publish, read
 from jaxmnt.strict_json import json_text
 from jaxmnt.telemetry.events import (
@@ -27,23 +27,30 @@ from jaxmnt.telemetry.events import (
     read_lines,
 )
 
-RAISED, TRAINED = "failed", "started"
-BLAMING = ("peer_lost", "hang", FAILED_START, ABANDONED)
-"""Events that name a host at fault."""
+EXCEPTION_EVENT, TRAINING_EVENT = "failed", "started"
+"""Kinds of the events that record an exception in a process, and that the first step is done."""
+BLAMING_EVENTS = ("peer_lost", "hang", FAILED_START, ABANDONED)
+"""Kinds of events that name a host at fault."""
 
-_BAD_FOR_SECONDS = 24 * 3600.0
-"""Time for which a node that was blamed is left out."""
-_CLOCKS_DIFFER_SECONDS = 600.0
-"""Largest clock difference between the hosts of a run that is tolerated."""
+_EXCLUSION_SECONDS = 24 * 3600.0
+"""Time for which a node is left out after it was blamed."""
+_MAX_CLOCK_DIFFERENCE_SECONDS = 600.0
+"""Maximum difference that is tolerated between the clocks of a run's hosts."""
 
 Record = dict[str, Any]
 """An event, or an entry of a file in `run.dir/launch/`."""
 
 _Fields = dict[str, FieldCheck]
-_BAD_NODE: _Fields = {"node": is_text, "why": is_text, "since": is_number, "until": is_number}
-_START: _Fields = {"job": is_text, "start": is_count, "code": is_count, "newest": is_count, "blamed": or_null(is_text)}
-_START_MAY_HAVE: _Fields = {"began": or_null(is_number), "cancelled": is_bool, "waited": is_bool}
-"""Fields of the entries, with their checks."""
+_BAD_NODE_FIELDS: _Fields = {"node": is_text, "why": is_text, "since": is_number, "until": is_number}
+_START_FIELDS: _Fields = {
+    "job": is_text,
+    "start": is_count,
+    "code": is_count,
+    "newest": is_count,
+    "blamed": or_null(is_text),
+}
+_OPTIONAL_START_FIELDS: _Fields = {"began": or_null(is_number), "cancelled": is_bool, "waited": is_bool}
+"""Fields of the entries in bad_nodes.json and starts.json, with their checks."""
 
 
 @dataclass(frozen=True)
@@ -54,49 +61,49 @@ class BadNode:
     why: str
     since: float
     until: float
-    """End of that time, in Unix seconds."""
+    """Time until which the node is left out, in Unix seconds."""
 
 
 class Ledger:
-    """The record of starts and bad nodes of the run in `run_dir`."""
+    """The record of the starts and bad nodes of the run in `run_dir`."""
 
     def __init__(self, run_dir: Path):
         self.run_dir, self._folder = run_dir, run_dir / "launch"
 
     def bad_nodes(self, now: float) -> list[BadNode]:
         """Returns the nodes that are still to be left out, the oldest first."""
-        entries = self._read("bad_nodes.json", _BAD_NODE, {})
-        nodes = [BadNode(**{name: entry[name] for name in _BAD_NODE}) for entry in entries]
-        # A time too far ahead comes from a wrong clock or a flipped bit.
-        current = [node for node in nodes if now < node.until <= now + 2 * _BAD_FOR_SECONDS]
+        entries = self._read("bad_nodes.json", _BAD_NODE_FIELDS, {})
+        nodes = [BadNode(**{name: entry[name] for name in _BAD_NODE_FIELDS}) for entry in entries]
+        # A time that is too far ahead comes from a wrong clock or a flipped bit.
+        current = [node for node in nodes if now < node.until <= now + 2 * _EXCLUSION_SECONDS]
         return sorted(current, key=lambda node: node.since)
 
     def blame(self, node: str, why: str, now: float) -> None:
-        """Records a node that is left out from now on."""
+        """Records that a node is to be left out from now on."""
         others = [bad for bad in self.bad_nodes(now) if bad.node != node]
-        nodes = [*others, BadNode(node, why, now, now + _BAD_FOR_SECONDS)]
+        nodes = [*others, BadNode(node, why, now, now + _EXCLUSION_SECONDS)]
         self._write("bad_nodes.json", [asdict(bad) for bad in nodes])
 
     def starts(self) -> list[Record]:
         """Returns the recorded starts, the oldest first."""
-        return self._read("starts.json", _START, _START_MAY_HAVE)
+        return self._read("starts.json", _START_FIELDS, _OPTIONAL_START_FIELDS)
 
-    def note(self, start: Record) -> None:
-        """Records a start. A second record of the same start replaces the first."""
+    def record_start(self, start: Record) -> None:
+        """Records a start. A second record for the same start replaces the first."""
         identity = (start["job"], start["began"])
         others = [earlier for earlier in self.starts() if (earlier["job"], earlier.get("began")) != identity]
         self._write("starts.json", [*others, start])
 
     def events(self, began: float) -> list[Record]:
-        """Returns the events of all processes since `began`, in order of time. Events too far in the future come from a
-        clock that was ahead, and are left out."""
-        events = _in_order(event for _, event in _events_of(self.run_dir))
-        until = time.time() + _CLOCKS_DIFFER_SECONDS
+        """Returns the events of all processes since `began`, in order of time. Events too far in the future are left
+        out, because they come from a clock that was ahead."""
+        events = _sorted_by_time(event for _, event in _events_of(self.run_dir))
+        until = time.time() + _MAX_CLOCK_DIFFERENCE_SECONDS
         return [event for event in events if began <= event["time"] <= until]
 
-    def _read(self, name: str, needed: _Fields, optional: _Fields) -> list[Record]:
-        """Returns the valid entries of a file. A file with anything else is set aside, and replaced by one with the
-        valid entries."""
+    def _read(self, name: str, required: _Fields, optional: _Fields) -> list[Record]:
+        """Returns the valid entries of a file. If the file contains anything else, it is set aside, and replaced by one
+        with only the valid entries."""
         path = self._folder / name
         try:
             content = json.loads(read(path).decode())
@@ -105,11 +112,11 @@ class Ledger:
         except (ValueError, RecursionError, OSError) as error:
             if isinstance(error, OSError) and error.errno not in NO_FILE:
                 raise UserError(
-                    f"{printable(str(path))}: cannot be read: {error.strerror}; see to its file system"
+                    f"{printable(str(path))}: cannot be read: {error.strerror}; check the file system"
                 ) from error
             content = None
         entries = content if isinstance(content, list) else []
-        valid = [entry for entry in entries if _is_valid(entry, needed, optional)]
+        valid = [entry for entry in entries if _is_valid(entry, required, optional)]
         if content is None or content != valid:
             self._set_aside(path, len(valid))
             if valid:
@@ -125,32 +132,32 @@ class Ledger:
         except OSError as error:
             outcome = f"it could not be set aside ({error.strerror})"
         remark(
-            f"note: {printable(str(path))} is damaged: {outcome}; the run goes on with what can be read, "
-            f"{valid_entries} entries"
+            f"note: {printable(str(path))} is damaged: {outcome}; the run continues with the "
+            f"{counted(valid_entries, 'entry', 'entries')} that can be read"
         )
 
     def _write(self, name: str, content: Any) -> None:
-        """Writes a file. Raises `UserError` if that is not possible."""
+        """Writes a JSON file. Raises `UserError` if that is not possible."""
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             publish(self._folder / name, json_text(content, indent=1) + "\n")
         except OSError as error:
             path = printable(str(self._folder / name))
-            raise UserError(f"{path}: cannot be written: {error.strerror}; see to its file system") from error
+            raise UserError(f"{path}: cannot be written: {error.strerror}; check the file system") from error
 
 
 Mark = tuple[str, str, float]
-"""Identity of an event within a run: its file, kind and time."""
+"""What identifies an event within a run: the name of its file, its kind and its time."""
 
 
 def event_marks(run_dir: Path) -> set[Mark]:
-    """Returns the marks of all events so far."""
+    """Returns the marks of all events that were recorded so far."""
     return {_mark(name, event) for name, event in _events_of(run_dir)}
 
 
 def events_since(run_dir: Path, earlier: set[Mark]) -> list[Record]:
     """Returns the events of all processes that are not among the `earlier` ones, in order of time."""
-    return _in_order(event for name, event in _events_of(run_dir) if _mark(name, event) not in earlier)
+    return _sorted_by_time(event for name, event in _events_of(run_dir) if _mark(name, event) not in earlier)
 
 
 def _events_of(run_dir: Path) -> Iterator[tuple[str, Record]]:
@@ -162,25 +169,25 @@ def _mark(name: str, event: Record) -> Mark:
     return name, event["kind"], float(event["time"])
 
 
-def _in_order(events: Iterable[Record]) -> list[Record]:
+def _sorted_by_time(events: Iterable[Record]) -> list[Record]:
     return sorted(events, key=lambda event: float(event["time"]))
 
 
 def peers_never_appeared(events: Iterable[Record]) -> bool:
-    """Returns True if a start was abandoned because some processes never appeared. The first decisive event counts:
-    later ones are consequences of it."""
+    """Returns True if a start was abandoned because some processes never appeared. Only the first decisive event
+    counts, because later ones are consequences of it."""
     for event in events:
         if event["kind"] == ABANDONED and event.get("reason") == PEERS:
             return True
-        if event["kind"] in (RAISED, TRAINED, *BLAMING):
+        if event["kind"] in (EXCEPTION_EVENT, TRAINING_EVENT, *BLAMING_EVENTS):
             return False
     return False
 
 
-def _is_valid(record: object, needed: _Fields, optional: _Fields) -> bool:
-    """Returns True if a record has all needed fields, and no field of a wrong type."""
+def _is_valid(record: object, required: _Fields, optional: _Fields) -> bool:
+    """Returns True if a record has all required fields, and no field has a value of the wrong type."""
     return (
         isinstance(record, dict)
-        and needed.keys() <= record.keys()
-        and all(check(record[name]) for name, check in (needed | optional).items() if name in record)
+        and required.keys() <= record.keys()
+        and all(check(record[name]) for name, check in (required | optional).items() if name in record)
     )

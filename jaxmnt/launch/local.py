@@ -1,5 +1,5 @@
-"""Runs several processes of one run on this machine: prefixes their output, keeps logs, stops all when one fails, and
-restarts them."""
+"""Runs several processes of one run on this machine. Prefixes their output, keeps logs, stops all processes when one
+fails, and restarts them."""
 
 import argparse
 import contextlib
@@ -35,50 +35,52 @@ from jaxmnt.telemetry.events import last_commit
 from jaxmnt.telemetry.progress import RELAY_MARK, StatusLine, Work, working
 
 _GRACE_SECONDS = 10.0
-"""Time that processes have to end after SIGTERM, before SIGKILL."""
+"""Time for processes to end after SIGTERM, before they get SIGKILL."""
 
-_PATIENCE_SECONDS = 2.0
-"""Time to look for the process at fault after one has ended because of a peer."""
+_CULPRIT_TIMEOUT_SECONDS = 2.0
+"""Time to find the process at fault after another has ended because of it."""
 
-_NOTICE_SECONDS = 2.0
-"""Time that the others have to notice a failed process, and to name it in their events, before they are told to end."""
+_NOTICE_TIMEOUT_SECONDS = 2.0
+"""Time for the others to notice a failed process, and to name it in their events, before they are told to end."""
 
 _POLL_SECONDS = 0.05
 
-_ERROR = ": error: "
-"""Separator of a process's name and the text of its error, as `errors.report` writes them."""
+_ERROR_SEPARATOR = ": error: "
+"""Separator between a process's name and the text of its error, as `errors.report` writes them."""
 
-_LOGGED_SECONDS = 10.0
-"""Shortest time between two lines in a log that the terminal shows in place."""
+_MIN_LOG_INTERVAL_SECONDS = 10.0
+"""Minimum time between two entries in a log for lines that the terminal shows in place."""
 
-_FOLLOW_SECONDS = 120.0
-"""Time that the others have to end after one has stopped early."""
+_FOLLOW_TIMEOUT_SECONDS = 120.0
+"""Time for the others to end after one process has stopped early."""
 
 _PEER_CODES = (ExitCode.PEER, -signal.SIGABRT)
-"""Exit codes of a process that ended because another one failed. JAX's runtime aborts such processes."""
+"""Exit codes of a process that ended because another one failed. SIGABRT is among them because JAX's runtime aborts
+such processes."""
 
 
 @dataclass(frozen=True)
 class Local:
-    """The command to start on this machine."""
+    """The command that each process on this machine runs."""
 
     arguments: list[str]
     """Arguments of jaxmnt.train."""
     config: Config
     devices: int | None
-    """Virtual CPU devices of each process; None for the devices that it has."""
+    """Number of virtual CPU devices of each process; None if each uses the devices that it sees."""
     module: tuple[str, ...] = ("jaxmnt.train",)
-    """Module that each process runs, with arguments that precede `arguments`."""
+    """Module that each process runs, followed by arguments that precede `arguments`."""
     cores: int | None = None
-    """CPU cores of each process; None divides all cores evenly if the processes compute on CPUs."""
+    """Number of CPU cores of each process; None divides all cores evenly if the processes compute on CPUs."""
 
 
 def launch(local: Local, processes: int, restarts: Restarts) -> int:
-    """Runs a config in `processes` processes, and restarts them after failures by `restarts`. Returns the exit code.
+    """Runs a config in `processes` processes, and restarts them after failures as `restarts` decides. Returns the exit
+    code.
 
-    SIGINT, SIGTERM, SIGHUP and SIGUSR1 are passed on to the processes; after one there are no restarts. From the return
-    on they are ignored: the caller only exits with the code, which a signal must not replace. Raises `ConfigError` for
-    arguments that no process could use.
+    SIGINT, SIGTERM, SIGHUP and SIGUSR1 are passed on to the processes, and end the restarts. Once this function has
+    returned, they are ignored, because the caller exits with the code, which a signal must not replace. Raises
+    `ConfigError` for arguments that no process could use.
     """
     outlive_output()
     run_dir, log_dir = local.config.run_dir, _log_dir(local)
@@ -92,7 +94,7 @@ def launch(local: Local, processes: int, restarts: Restarts) -> int:
                 return code
 
             waited = code == ExitCode.STOPPED and peers_never_appeared(events_since(run_dir, earlier))
-            verdict = restarts.after(code, processes, last_commit(run_dir), waited=waited)
+            verdict = restarts.decide(code, processes, last_commit(run_dir), waited=waited)
             if verdict.why:
                 remark(verdict.why)
             if verdict.processes is None:
@@ -105,7 +107,7 @@ def launch(local: Local, processes: int, restarts: Restarts) -> int:
 
 
 class _LocalProcesses:
-    """The processes of a run, over all its starts."""
+    """The processes of a run, in one start after the other."""
 
     def __init__(self, local: Local, log_dir: Path):
         self._local, self._log_dir = local, log_dir
@@ -115,14 +117,14 @@ class _LocalProcesses:
         """Signals that were received."""
 
     def __enter__(self) -> "_LocalProcesses":
-        # Only we have the writing end: however we end, our children then read end of file.
+        # Only we have the writing end. However we end, our children then read the end of the file.
         self._pipe_reader, self._pipe_writer = os.pipe()
         early_signals.handle(self._on_signal)
         return self
 
     def __exit__(self, *_: object) -> None:
-        # Python restores default handlers at exit, with which another signal would replace the exit code. It does not
-        # touch signals that are ignored.
+        # Python restores default handlers at exit, with which another signal would replace the exit code. It leaves
+        # ignored signals ignored.
         early_signals.ignore()
         os.close(self._pipe_reader)
         os.close(self._pipe_writer)
@@ -133,9 +135,9 @@ class _LocalProcesses:
 
     def run(self, processes: int) -> tuple[int, str]:
         """Starts all processes, and waits until the last has ended. Returns an exit code, and a text that says which
-        process ended the start and how; it is empty if none failed.
+        process ended the start and how, which is empty if none failed.
 
-        The code is that of the first process that failed by itself (a death by signal counts as 1), or 75 if any
+        The code is that of the first process that failed by itself (or 1 if a signal ended it), or 75 if any process
         stopped early.
         """
         with working(f"starting {counted(processes, 'process', 'processes')}") as work:
@@ -144,17 +146,17 @@ class _LocalProcesses:
                 self._start(processes, screen)
                 failed = _watch(self._children, self.signals)
             except BaseException:
-                _end(self._children)
+                _end_all(self._children)
                 raise
             if failed is not None and not self.signals:
-                _wait_for_end(self._children, _NOTICE_SECONDS)
-            _end(self._children)
+                _wait_for_end(self._children, _NOTICE_TIMEOUT_SECONDS)
+            _end_all(self._children)
             for child in self._children:
                 child.finish()
             screen.clear()
         if failed is None:
-            early = any(child.code != ExitCode.FINISHED for child in self._children)
-            return int(ExitCode.STOPPED if early else ExitCode.FINISHED), ""
+            stopped_early = any(child.code != ExitCode.FINISHED for child in self._children)
+            return int(ExitCode.STOPPED if stopped_early else ExitCode.FINISHED), ""
         assert failed.code is not None
         if failed.code in _PEER_CODES:
             code = int(ExitCode.PEER)
@@ -164,7 +166,7 @@ class _LocalProcesses:
         return code, reason + ("; run the same command again to go on" if failed.code < 0 else "")
 
     def _start(self, processes: int, screen: "_Screen") -> None:
-        """Starts the processes. A process also gets the signals that arrived before it was started."""
+        """Starts the processes. Each also gets the signals that arrived before it was started."""
         local = self._local
         coordinator = f"127.0.0.1:{_free_port()}"
         self._children.clear()
@@ -174,16 +176,17 @@ class _LocalProcesses:
             arguments = [*local.module, *local.arguments, *_settings(number, processes, environment)]
             self._children.append(_Child(number, arguments, self._log_dir, environment, self._pipe_reader, screen))
             if local.cores is not None or computes_on_cpus(environment):
-                _give_cores(self._children[-1].process.pid, number, processes, local.cores)
+                _bind_to_cores(self._children[-1].process.pid, number, processes, local.cores)
             for signal_number in self.signals:
                 _send(self._children[-1:], signal_number)
 
 
 class _Screen:
-    """Shows the lines of the processes of one start."""
+    """Shows the output lines of the processes in one start."""
 
     def __init__(self, work: Work, signals: Sequence[int]):
-        """The first line ends the display of `work`. `signals` is the growing list of received signals."""
+        """The first line ends the display of `work`. `signals` is the list of received signals, which
+        grows."""
         self._work, self._signals = work, signals
         self._interrupts = signals.count(signal.SIGINT)
         self._lock = threading.Lock()
@@ -202,17 +205,17 @@ class _Screen:
         """
         self._work.does("")
         with self._lock:
-            error = line.partition(_ERROR)[2]
+            error = line.partition(_ERROR_SEPARATOR)[2]
             if error and self._errors.setdefault(error, number) != number:
                 return
-            before, self._interrupts = self._interrupts, self._signals.count(signal.SIGINT)
-            interrupted = self._interrupts > before
+            previous_interrupts, self._interrupts = self._interrupts, self._signals.count(signal.SIGINT)
+            interrupted = self._interrupts > previous_interrupts
             self._status.clear()
             sink.write(("\n" if interrupted and sink.isatty() else "") + _prefix(number) + line)
             sink.flush()
 
     def show_in_place(self, number: int, text: str) -> None:
-        """Shows a line of process `number` until another is shown; an empty text clears it."""
+        """Shows a line of process `number` until another line is shown. An empty text clears it."""
         self._work.does("")
         with self._lock:
             if text:
@@ -264,8 +267,8 @@ class _Child:
 
     @property
     def code(self) -> int | None:
-        """Exit code; None while the process runs, negative if a signal ended it. Once it has ended, processes that it
-        has left behind are killed."""
+        """The exit code: None while the process is running, and negative if a signal ended it. Once the process has
+        ended, this property kills processes that it has left behind."""
         code = self.process.poll()
         if code is not None and not self._group_killed:
             self._group_killed = True  # only now, because its number may be reused later
@@ -275,7 +278,7 @@ class _Child:
 
     @property
     def exit_reason(self) -> str:
-        """Phrase that says how the process ended."""
+        """A phrase that says how the process ended."""
         assert self.code is not None
         if self.code < 0:
             return f"was ended by {signal.Signals(-self.code).name}"
@@ -291,24 +294,25 @@ class _Child:
             self._log.close()
 
     def _pass_on(self, source: IO[str], sink: TextIO | None) -> None:
-        """Writes lines of `source` to the log and to `sink`, which is None if our own stream was closed."""
-        shown = sink is not None
+        """Writes the lines of `source` to the log and to `sink`, which is None if our own stream was closed."""
+        is_shown = sink is not None
         for line in source:  # read to the end, even if log and sink fail: a full pipe would block the process
             if line.startswith(RELAY_MARK):
                 self._show_in_place(line.removeprefix(RELAY_MARK))
                 continue
             self._write_log(line)
-            if sink is not None and shown and line.strip():
+            if sink is not None and is_shown and line.strip():
                 try:
                     self._screen.show(sink, self.number, line)
                 except (OSError, ValueError) as error:
-                    shown = False
+                    is_shown = False
                     self._write_log(f"(the launcher shows no more of this: {error})\n")
                     _discard(sink)
 
     def _show_in_place(self, line: str) -> None:
+        """Shows a line in place on the terminal, and logs it if the last such line was logged some time ago."""
         now = time.monotonic()
-        if line.strip() and now - self._logged_in_place >= _LOGGED_SECONDS:
+        if line.strip() and now - self._logged_in_place >= _MIN_LOG_INTERVAL_SECONDS:
             self._logged_in_place = now
             self._write_log(line)
         with contextlib.suppress(OSError, ValueError):  # `_pass_on` handles a closed terminal
@@ -321,45 +325,46 @@ class _Child:
 
 
 def _discard(sink: TextIO) -> None:
-    """Redirects a stream that has lost its reader to /dev/null, so that flushing its buffer at exit does not fail."""
+    """Redirects a stream that has lost its reader to /dev/null, so that its buffer can be flushed at exit."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, sink.fileno())
     os.close(null)
 
 
 def _watch(children: list[_Child], signals: Sequence[int]) -> _Child | None:
-    """Waits until all processes have ended well, or the first has failed by itself. Returns that one, or None.
+    """Waits until all processes have ended without a failure, or until one has failed by itself. Returns the process
+    that failed, or None.
 
-    A process that failed because another is gone says so with its exit code, or is aborted by JAX's runtime; then the
-    one at fault has a moment to be found. If some have stopped early, a process that does not follow is not waited for:
-    the others have saved together, or given up waiting for it.
+    A process that failed because another one is gone says so with its exit code, or is aborted by JAX's runtime. Then
+    there is some time to find the process at fault. If some processes have stopped early, the time to wait for the rest
+    is limited, because those have saved together, or have given up waiting.
     """
-    limits: dict[float, float] = {}
+    deadlines: dict[float, float] = {}
     while True:
-        # Codes are read once a round, so that a child that ends meanwhile is not judged inconsistently.
+        # Codes are read once in each round, so that a child that ends meanwhile is not judged inconsistently.
         codes = [child.code for child in children]
-        failed = [child for child, code in zip(children, codes, strict=True) if not _ended_well(code, signals)]
+        failed = [child for child, code in zip(children, codes, strict=True) if not _has_not_failed(code, signals)]
         by_itself = [child for child in failed if child.code not in _PEER_CODES]
         if by_itself:
             return by_itself[0]
         now = time.monotonic()
         if failed:
-            limits.setdefault(_PATIENCE_SECONDS, now + _PATIENCE_SECONDS)
+            deadlines.setdefault(_CULPRIT_TIMEOUT_SECONDS, now + _CULPRIT_TIMEOUT_SECONDS)
         elif any(code not in (None, ExitCode.FINISHED) for code in codes):
-            limits.setdefault(_FOLLOW_SECONDS, now + _FOLLOW_SECONDS)
-        if None not in codes or now > min(limits.values(), default=math.inf):
+            deadlines.setdefault(_FOLLOW_TIMEOUT_SECONDS, now + _FOLLOW_TIMEOUT_SECONDS)
+        if None not in codes or now > min(deadlines.values(), default=math.inf):
             return failed[0] if failed else None
         time.sleep(_POLL_SECONDS)
 
 
-def _ended_well(code: int | None, signals: Sequence[int]) -> bool:
-    """Returns True if a process still runs (None) or has not failed. One that was killed by a signal that we passed on
-    had no handler yet, and so no work to lose."""
+def _has_not_failed(code: int | None, signals: Sequence[int]) -> bool:
+    """Returns True if a process is still running (None) or has ended without a failure. One that was killed by a signal
+    that we passed on had not installed its handler yet, so it had no work to lose."""
     return code in (None, ExitCode.FINISHED, ExitCode.STOPPED) or -code in signals
 
 
-def _end(children: list[_Child]) -> None:
-    """Ends all processes that still run: by SIGTERM and, after a grace period, by SIGKILL."""
+def _end_all(children: list[_Child]) -> None:
+    """Ends all processes that are still running, with SIGTERM and, after a grace period, with SIGKILL."""
     _send(children, signal.SIGTERM)
     _wait_for_end(children, _GRACE_SECONDS)
     _send(children, signal.SIGKILL)
@@ -381,6 +386,7 @@ def _wait(is_over: Callable[[], bool], seconds: float) -> None:
 
 
 def _send(children: list[_Child], number: int) -> None:
+    """Sends a signal to the processes that are still running."""
     for child in children:
         if child.code is None:
             child.process.send_signal(number)
@@ -400,7 +406,7 @@ def _environment(number: int, processes: int, coordinator: str, devices: int | N
 
 
 def check_cores(processes: int, per_process: int | None) -> None:
-    """Raises `ConfigError` if this machine has too few cores for `per_process` of them each."""
+    """Raises `ConfigError` if this machine has too few cores to give each process `per_process` of them."""
     if per_process is None:
         return
     if not hasattr(os, "sched_setaffinity"):
@@ -412,10 +418,10 @@ def check_cores(processes: int, per_process: int | None) -> None:
         )
 
 
-def _give_cores(pid: int, number: int, processes: int, per_process: int | None = None) -> None:
-    """Binds a process to its own share of our cores, if there is at least one core for each process.
+def _bind_to_cores(pid: int, number: int, processes: int, per_process: int | None = None) -> None:
+    """Binds a process to a separate share of our cores, if there is at least one core for each process.
 
-    XLA creates a thread for each core that a process may use, so without this the processes would compete for cores.
+    XLA creates a thread for each core that a process may use, so the processes would otherwise compete for cores.
     """
     if not hasattr(os, "sched_setaffinity"):  # macOS
         return
@@ -430,12 +436,12 @@ def _give_cores(pid: int, number: int, processes: int, per_process: int | None =
 
 
 def _settings(number: int, processes: int, environment: dict[str, str]) -> list[str]:
-    """Returns the settings that only this launcher knows: that it is the launcher, and the GPUs of the process."""
+    """Returns the settings that only this launcher knows: those of the launcher itself and the process's GPUs."""
     settings = ["cluster.launcher=explicit"]
     if environment.get("JAX_PLATFORMS") != "cpu":
-        here = gpus_here()
-        together = len(visible_gpus(environment, here))
-        share = assigned_gpus(Neighbours(number, processes, together), environment, here)
+        machine_gpus = gpus_here()
+        num_visible = len(visible_gpus(environment, machine_gpus))
+        share = assigned_gpus(Neighbours(number, processes, num_visible), environment, machine_gpus)
         settings += [] if share is None else [as_override("cluster.local_devices", list(share))]
     return settings
 
@@ -446,8 +452,8 @@ def local_run(
     module: tuple[str, ...] = ("jaxmnt.train",),
     parse: Callable[[list[str]], argparse.Namespace] = parse_arguments,
 ) -> Local:
-    """Returns what to start. `parse` reads the arguments, which name a config and overrides; reading them here reports
-    a mistake once instead of once per process."""
+    """Returns the command to start. `parse` reads its arguments, which name a config and overrides. They are read here,
+    so that a mistake is reported once instead of once per process."""
     from jaxmnt.config import load_config
 
     if not train_arguments:
@@ -463,7 +469,7 @@ def local_run(
 
 
 def _log_dir(local: Local) -> Path:
-    """Creates the run's folder of logs."""
+    """Creates the folder for the run's logs, and returns its path."""
     log_dir = local.config.run_dir / "logs"
     try:
         log_dir.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Decides whether a run that has failed is restarted, when, and with how many processes."""
+"""Decides whether and when a run that has failed is restarted, and with how many processes."""
 
 import re
 from dataclasses import dataclass
@@ -7,10 +7,10 @@ from jaxmnt.config.schema import Config
 from jaxmnt.errors import ConfigError, ExitCode
 from jaxmnt.launch.job import check_batch
 
-_TRIES = 3
-"""Consecutive failed starts without a new checkpoint after which a run is given up."""
-_FIRST_WAIT_SECONDS, _LONGEST_WAIT_SECONDS = 1.0, 60.0
-"""Bounds of the exponential back-off."""
+_MAX_FAILURES = 3
+"""Number of consecutive failed starts without a new checkpoint after which a run is given up."""
+_MIN_WAIT_SECONDS, _MAX_WAIT_SECONDS = 1.0, 60.0
+"""Bounds of the time before a restart, which doubles with each failure."""
 
 _FINAL_CODES = (ExitCode.FINISHED, ExitCode.STOPPED, ExitCode.CONFIG)
 """Exit codes after which a run is not restarted."""
@@ -18,56 +18,59 @@ _FINAL_CODES = (ExitCode.FINISHED, ExitCode.STOPPED, ExitCode.CONFIG)
 
 @dataclass(frozen=True)
 class Verdict:
-    """The decision after a start has ended."""
+    """The decision that is made after a start has ended."""
 
     processes: int | None = None
-    """Number of processes of the next start; None if there is none."""
+    """Number of processes in the next start; None if there is no next start."""
     wait_seconds: float = 0.0
-    """Seconds to wait before it."""
+    """Seconds to wait before the next start."""
     why: str = ""
     """Explanation for the user; may be empty."""
 
 
 class Restarts:
-    """The restarts of one run: at most `most`, with a back-off that is reset by each new checkpoint."""
+    """Decides about the restarts of one run, of which there are at most `max_restarts`. The time before a restart
+    doubles with each failure, until there is a new checkpoint."""
 
-    def __init__(self, most: int, counts: list[int] | None = None):
-        """`counts` are the numbers of processes with which the run may continue."""
-        self._most, self._counts = most, sorted(counts or [])
-        self._done = self._failures = self._waits = 0
+    def __init__(self, max_restarts: int, counts: list[int] | None = None):
+        """`counts` are the numbers of processes with which the run may continue, if not only with the first number."""
+        self._max_restarts, self._counts = max_restarts, sorted(counts or [])
+        self._restarts_done = self._failures = self._absences = 0
         self._newest: int | None = None
 
-    def after(self, code: int, processes: int, newest: int, *, waited: bool = False) -> Verdict:
-        """Decides about the next start after one of `processes` processes has ended with `code`.
+    def decide(self, code: int, processes: int, newest: int, *, waited: bool = False) -> Verdict:
+        """Decides about the next start after a start with `processes` processes has ended with `code`.
 
-        `newest` is the step of the checkpoint that the run wrote last, 0 if it has none. Any change of it is progress:
-        it may be lower than before if the run fell back from a damaged checkpoint and has written others since.
-        `waited` marks a start that was abandoned because a process never appeared; it counts neither as a failure nor
-        as a restart.
+        `newest` is the step of the checkpoint that the run wrote last, or 0 if it has none. Any change of it counts as
+        progress, even to a lower step, because the run may have fallen back from a damaged checkpoint and have written
+        others since. `waited` is True for a start that was abandoned because a process never appeared. It counts
+        neither as a failure nor as a restart.
         """
-        if self._most == 0 or (code in _FINAL_CODES and not waited):
+        if self._max_restarts == 0 or (code in _FINAL_CODES and not waited):
             return Verdict()
         if waited:
-            self._waits += 1
-            return self._again("a process did not appear: started again", processes, newest, self._waits)
-        gained = self._newest is None or newest != self._newest
-        self._newest, self._waits = newest, 0
-        self._failures = 1 if gained else self._failures + 1
-        if self._failures >= _TRIES:
-            return Verdict(why=f"given up: {_TRIES} starts failed without a checkpoint after step {newest}")
-        if self._done >= self._most:
-            return Verdict(why=f"given up after {self._done} restarts (--max-restarts)")
-        self._done += 1
-        return self._again(f"restart {self._done} of {self._most}", processes, newest, self._failures)
+            self._absences += 1
+            return self._next_start("a process did not appear: started again", processes, newest, self._absences)
+        has_progress = self._newest is None or newest != self._newest
+        self._newest, self._absences = newest, 0
+        self._failures = 1 if has_progress else self._failures + 1
+        if self._failures >= _MAX_FAILURES:
+            return Verdict(why=f"given up: {_MAX_FAILURES} starts failed without a checkpoint after step {newest}")
+        if self._restarts_done >= self._max_restarts:
+            return Verdict(why=f"given up after {self._restarts_done} restarts (--max-restarts)")
+        self._restarts_done += 1
+        return self._next_start(
+            f"restart {self._restarts_done} of {self._max_restarts}", processes, newest, self._failures
+        )
 
-    def _again(self, what: str, processes: int, newest: int, times: int) -> Verdict:
-        """Returns the next start, the `times`th without a new checkpoint: from the second on with fewer processes, if
-        that is allowed."""
-        wait = min(_FIRST_WAIT_SECONDS * 2 ** min(times - 1, 10), _LONGEST_WAIT_SECONDS)
-        fewer = [count for count in self._counts if count < processes]
-        next_processes = fewer[-1] if times > 1 and fewer else processes
+    def _next_start(self, event: str, processes: int, newest: int, attempt: int) -> Verdict:
+        """Returns the decision to start again. This is attempt number `attempt` without a new checkpoint. From the
+        second attempt on, it has fewer processes if that is allowed."""
+        wait = min(_MIN_WAIT_SECONDS * 2 ** min(attempt - 1, 10), _MAX_WAIT_SECONDS)
+        fewer_processes = [count for count in self._counts if count < processes]
+        next_processes = fewer_processes[-1] if attempt > 1 and fewer_processes else processes
         how = f" with {next_processes} processes instead of {processes}" if next_processes != processes else ""
-        return Verdict(next_processes, wait, f"{what} in {wait:g} s{how}, from step {newest}")
+        return Verdict(next_processes, wait, f"{event} in {wait:g} s{how}, from step {newest}")
 
 
 def fitting_counts(elastic: str | None, processes: int, devices: int | None, config: Config) -> list[int]:
@@ -84,7 +87,7 @@ def fitting_counts(elastic: str | None, processes: int, devices: int | None, con
         )
     if devices is None:
         raise ConfigError("--elastic: --devices-per-process is missing, which decides what fits the mesh; give it")
-    counts = [count for count in range(int(bounds[1]), processes + 1) if _fits(count * devices, config)]
+    counts = [count for count in range(int(bounds[1]), processes + 1) if _is_possible(count * devices, config)]
     if counts[-1:] != [processes]:
         raise ConfigError(
             f"--elastic: {processes} processes of {devices} devices do not fit the mesh and a global batch of "
@@ -93,8 +96,8 @@ def fitting_counts(elastic: str | None, processes: int, devices: int | None, con
     return counts
 
 
-def _fits(devices: int, config: Config) -> bool:
-    """Returns True if the mesh and the global batch divide over so many devices."""
+def _is_possible(devices: int, config: Config) -> bool:
+    """Returns True if `devices` devices can form the mesh and share the global batch evenly."""
     try:
         check_batch(config, devices)
     except ConfigError:
