@@ -312,8 +312,8 @@ def _tokenizer(run: str, argument: str | None, checkpoint: "Committed") -> "tupl
     if recorded is not None and recorded.name != NAMELESS:
         tokenizer = recorded.open()
         if argument is not None:
-            chosen = choose_tokenizer(argument, recorded.description.get("end_token"))
-            if chosen.description != tokenizer.description:
+            requested = choose_tokenizer(argument, recorded.description.get("end_token"))
+            if requested.description != tokenizer.description:
                 raise ConfigError(
                     f"--tokenizer: {argument} is not the tokenizer that the run was trained with; leave the option "
                     "out, because the run has kept its own"
@@ -326,16 +326,16 @@ def _tokenizer(run: str, argument: str | None, checkpoint: "Committed") -> "tupl
             "--tokenizer: the run was trained on token arrays whose tokenizer is not recorded; give bytes, or the "
             "path of the tokenizer.json that made them"
         )
-    chosen = choose_tokenizer(argument)
+    requested = choose_tokenizer(argument)
     if recorded is None:
-        return chosen, chosen.vocab_size, chosen.end_of_document
-    if isinstance(chosen, HuggingFace) and chosen.vocab_size != recorded.vocab_size:
+        return requested, requested.vocab_size, requested.end_of_document
+    if isinstance(requested, HuggingFace) and requested.vocab_size != recorded.vocab_size:
         print(
-            f"note    --tokenizer: {argument} has {chosen.vocab_size} ids, but the run's tokens have "
+            f"note    --tokenizer: {argument} has {requested.vocab_size} ids, but the run's tokens have "
             f"{recorded.vocab_size}, so it may not be the tokenizer that made them",
             file=sys.stderr,
         )
-    return chosen, recorded.vocab_size, recorded.end_of_document
+    return requested, recorded.vocab_size, recorded.end_of_document
 
 
 def _recorded_tokenizer(run: str, argument: str | None, checkpoint: "Committed") -> "RunTokenizer | None":

@@ -78,7 +78,7 @@ def test_rows_that_do_not_divide(whole_run):
         ({"step": 11}, "load_run: .* has no checkpoint of step 11; there are: 10, 15, 20"),
         ({"mesh": {"pipeline": 2}}, "mesh.pipeline: inference does not support a pipeline"),
         ({"mesh": {"fsdpp": 2}}, "mesh.fsdpp: unknown key; did you mean mesh.fsdp"),
-        ({"mesh": {"fsdp": 99}}, "mesh: it needs 99 devices, and there are 8"),
+        ({"mesh": {"fsdp": 99}}, "mesh: it needs 99 devices, but there are 8"),
         ({"mesh": {"model": 3}}, "model.num_heads: 4 is not divisible by mesh.model 3"),
     ],
 )

@@ -261,7 +261,7 @@ def test_huge_pages_are_asked_for_where_there_are_some(tmp_path, monkeypatch):
     from jaxmnt.distributed import malloc as module
 
     offered = tmp_path / "enabled"
-    monkeypatch.setattr(module, "_OFFERED", offered)
+    monkeypatch.setattr(module, "_KERNEL_SETTING", offered)
     assert module.huge_pages({}) == {}, "no such file"
     offered.write_text("always madvise [never]\n")
     assert module.huge_pages({}) == {}

@@ -23,7 +23,8 @@ from jaxmnt.telemetry import kernel_counters, status_server
 from jaxmnt.telemetry.events import RESOURCES, event_file, read_lines
 from jaxmnt.telemetry.nvml import BAD_REASONS, GpuReader, NvmlError
 from jaxmnt.telemetry.resources import ResourceLog, ResourceSampler
-from jaxmnt.telemetry.slow_devices import IN_A_ROW, SlowDeviceDetector
+from jaxmnt.telemetry.slow_devices import CONSECUTIVE_READINGS as COUNT
+from jaxmnt.telemetry.slow_devices import SlowDeviceDetector
 from jaxmnt.train import train
 
 
@@ -126,26 +127,26 @@ def readings(detector: SlowDeviceDetector, clocks: list[float], reasons: dict | 
 def test_a_gpu_with_low_clocks_is_named_and_one_without_work_is_not():
     detector = SlowDeviceDetector()
     slow = [1980.0] * 5 + [1200.0] + [1980.0] * 2
-    found = [readings(detector, slow) for _ in range(IN_A_ROW + 1)]
-    assert [len(one) for one in found] == [0] * (IN_A_ROW - 1) + [1, 0]
-    assert found[IN_A_ROW - 1][0].device == (2, 1) and "1200 MHz, the others' 1980" in found[IN_A_ROW - 1][0].why
+    found = [readings(detector, slow) for _ in range(COUNT + 1)]
+    assert [len(one) for one in found] == [0] * (COUNT - 1) + [1, 0]
+    assert found[COUNT - 1][0].device == (2, 1) and "1200 MHz, the others' 1980" in found[COUNT - 1][0].why
     (over,) = readings(detector, [1980.0] * 8)
     assert over.device == (2, 1) and not over.began and detector.current == []
     assert not any(readings(detector, slow, busy=3.0) for _ in range(9)), "who waits clocks down"
-    hot = [readings(detector, [1900.0], {(0, 0): ["power brake"]}) for _ in range(IN_A_ROW)]
+    hot = [readings(detector, [1900.0], {(0, 0): ["power brake"]}) for _ in range(COUNT)]
     assert "power brake" in hot[-1][0].why, "one alone, by its own reasons"
 
 
 def test_a_device_that_is_slow_in_the_probe_is_named():
     detector = SlowDeviceDetector()
     random = np.random.default_rng(0)
-    for number in range(IN_A_ROW):
+    for number in range(COUNT):
         seconds = {(process, place): 1e-3 * (1 + 0.01 * random.random()) for process in range(4) for place in range(2)}
         found = detector.see_probe(seconds | {(3, 0): 1.3e-3})
-        assert [one.device for one in found] == ([(3, 0)] if number == IN_A_ROW - 1 else [])
+        assert [one.device for one in found] == ([(3, 0)] if number == COUNT - 1 else [])
     assert "1.29 times" in detector.current[0].why and detector.current[0].slower == pytest.approx(0.3, abs=0.02)
     two = SlowDeviceDetector()
-    assert [len(two.see_probe({(0, 0): 1.0, (1, 0): 1.2})) for _ in range(IN_A_ROW)][-1] == 1, "of two the slower"
+    assert [len(two.see_probe({(0, 0): 1.0, (1, 0): 1.2})) for _ in range(COUNT)][-1] == 1, "of two the slower"
 
 
 @given(st.integers(0, 2**32), st.integers(2, 64), st.floats(0.001, 0.03))

@@ -104,13 +104,13 @@ def test_a_sink_of_ones_own_hears_of_a_run_and_of_its_restart(tiny):
 
 @pytest.mark.slow
 def test_a_sink_that_fails_or_hangs_changes_nothing(tiny, tmp_path, capfd, monkeypatch):
-    monkeypatch.setattr("jaxmnt.telemetry.sinks._CLOSE_SECONDS", 0.5)
+    monkeypatch.setattr("jaxmnt.telemetry.sinks._CLOSE_TIMEOUT_SECONDS", 0.5)
     assert train(tiny("train.steps=8", "run.dir=" + str(tmp_path / "alone"))) == 0
     sinks = "telemetry.sinks=[test_sinks.Breaks,test_sinks.Hangs,test_sinks.Kept]"
     assert train(tiny("train.steps=8", sinks)) == 0
     assert losses(tmp_path / "run") == losses(tmp_path / "alone")
     said = capfd.readouterr().err
-    assert "WARNING test_sinks.Breaks gets no more of this run: RuntimeError: the server said no" in said
+    assert "WARNING test_sinks.Breaks gets no more numbers from this run: RuntimeError: the server said no" in said
     assert "note: test_sinks.Hangs lacks up to 9 lines" in said
     assert len(Kept.told) == 9, "who works is not kept from it"
 

@@ -34,8 +34,8 @@ def kinds(path: Path) -> list[str]:
 @pytest.fixture
 def hasty(monkeypatch):
     """Waits of seconds are tenths."""
-    monkeypatch.setattr(writer, "AWAITED_SECONDS", 0.5)
-    monkeypatch.setattr(background, "_LATE_SECONDS", 0.1)
+    monkeypatch.setattr(writer, "LINE_TIMEOUT_SECONDS", 0.5)
+    monkeypatch.setattr(background, "_OVERTAKING_AGE_SECONDS", 0.1)
     monkeypatch.setattr(writer, "_RETRY_SECONDS", 0.05)
 
 
@@ -79,7 +79,7 @@ def test_decisive_lines_go_first_and_are_waited_for(hasty, tmp_path):
 
 
 def test_the_queue_is_bounded_and_what_is_missing_is_counted(hasty, tmp_path, monkeypatch, capfd):
-    monkeypatch.setattr(background, "MOST_WAITING", 10)
+    monkeypatch.setattr(background, "MAX_WAITING", 10)
     path = tmp_path / "lines"
     os.mkfifo(path)
     lines = LineWriter(path, process=3)
@@ -171,7 +171,7 @@ class FillingDisk:
 
 @pytest.mark.parametrize("may_truncate", [True, False])
 def test_when_there_is_room_again_it_goes_on_with_whole_lines(hasty, tmp_path, monkeypatch, capfd, may_truncate):
-    monkeypatch.setattr(background, "MOST_WAITING", 20)
+    monkeypatch.setattr(background, "MAX_WAITING", 20)
     if not may_truncate:
         monkeypatch.setattr(writer.os, "ftruncate", lambda *_: os.fstat(-1))
     disk, path = FillingDisk(monkeypatch, 333), tmp_path / "lines.jsonl"

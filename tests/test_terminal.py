@@ -32,7 +32,7 @@ def shown(monkeypatch, tmp_path, width: int, *, steps: int = 12, **environment: 
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("shutil.get_terminal_size", lambda *_: os.terminal_size((width, 24)))
-    monkeypatch.setattr("jaxmnt.telemetry.progress._LIVE_SECONDS", 0.0)
+    monkeypatch.setattr("jaxmnt.telemetry.progress._MIN_UPDATE_SECONDS", 0.0)
     out = Terminal()
     with_log(out, tmp_path, steps)
     return out.getvalue().split("\r\x1b[K")[1:]
@@ -51,7 +51,7 @@ def with_log(out, tmp_path, steps: int, log_every: int | None = None) -> None:
 
 def test_what_takes_long_is_said_on_a_terminal(monkeypatch):
     """Not over a line of a moment ago, and gone before the next one."""
-    monkeypatch.setattr("jaxmnt.telemetry.progress._MOMENT_SECONDS", 60.0)
+    monkeypatch.setattr("jaxmnt.telemetry.progress._HOLD_SECONDS", 60.0)
     status = StatusLine(Terminal())
     status.waiting("compiling", 1.0)
     status.progress(1, 2, [])
@@ -84,7 +84,7 @@ def test_where_there_is_no_terminal_a_line_says_now_and_then_what_takes_long(mon
 
 
 def test_work_is_shown_on_a_terminal_alone_and_never_after_it_has_ended(monkeypatch):
-    monkeypatch.setattr("jaxmnt.telemetry.progress._SOON_SECONDS", 0.01)
+    monkeypatch.setattr("jaxmnt.telemetry.progress._WORK_UPDATE_SECONDS", 0.01)
     for err, shows in ((Terminal(), True), (io.StringIO(), False)):
         monkeypatch.setattr("sys.stderr", err)
         with working("starting") as work:
@@ -130,7 +130,7 @@ def test_a_launcher_shows_in_place_what_a_process_of_its_own_does(monkeypatch, t
     from jaxmnt.launch.local import _Child, _Screen
 
     said, out = io.StringIO(), Terminal()
-    monkeypatch.setattr("jaxmnt.telemetry.progress._LIVE_SECONDS", 0.0)
+    monkeypatch.setattr("jaxmnt.telemetry.progress._MIN_UPDATE_SECONDS", 0.0)
     monkeypatch.setattr("sys.stdout", out)
     monkeypatch.setattr(StatusLine, "relay_columns", 60)
     with_log(said, tmp_path, 3)

@@ -37,7 +37,7 @@ class ConnectionLost:
 
 
 Action = Message | ExitReason
-"""What to do: send a message to every connected process, or exit this process for a reason."""
+"""Either a message to send to every connected process, or the reason why this process must exit."""
 
 
 class FailureDetector:

@@ -85,7 +85,7 @@ def join(
 def _listen(
     identity: Identity, own_hello: Hello, deadline: float, timeout: float, key: bytes, stop_reason: StopReason
 ) -> dict[int, Peer]:
-    """In process 0, collects hellos until all processes are connected, and then sends the same outcome to all."""
+    """Collects hellos in process 0 until all processes are connected, and then sends the same outcome to all."""
     _allow_connections(identity.processes)
     listener = Listener(_open_port(identity), key, identity.processes)
     server = RendezvousServer(identity, own_hello, listener)

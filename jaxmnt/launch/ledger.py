@@ -147,7 +147,7 @@ class Ledger:
 
 
 Mark = tuple[str, str, float]
-"""What identifies an event within a run: the name of its file, its kind and its time."""
+"""Identity of an event within a run: the name of its file, its kind and its time."""
 
 
 def event_marks(run_dir: Path) -> set[Mark]:

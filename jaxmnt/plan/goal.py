@@ -10,7 +10,7 @@ previous one counts, so a failure also costs the time of writing, which is added
 import math
 from dataclasses import dataclass
 
-from jaxmnt.telemetry.reliability import INTERRUPTIONS_A_DEVICE_HOUR, best_interval
+from jaxmnt.telemetry.reliability import INTERRUPTIONS_PER_DEVICE_HOUR, best_interval
 
 _LARGEST = 700.0
 """Largest exponent that `math.exp` accepts, rounded down."""
@@ -61,7 +61,7 @@ def faults_of(
 ) -> Faults:
     """Returns the failures of a run on this many devices with `state_bytes` on each. The default of `hours_between`,
     the mean hours between failures of the whole run, comes from published failures of GPUs."""
-    between = 3600 / (INTERRUPTIONS_A_DEVICE_HOUR * devices) if hours_between is None else 3600 * hours_between
+    between = 3600 / (INTERRUPTIONS_PER_DEVICE_HOUR * devices) if hours_between is None else 3600 * hours_between
     return Faults(
         between_seconds=between,
         blocked_seconds=1.0 + state_bytes / BLOCKED_BYTES,

@@ -9,7 +9,7 @@ import numpy as np
 from jaxmnt.config.mesh import AXES
 from jaxmnt.plan.budget import Report, microbatches_text
 from jaxmnt.plan.zero import ZeroChoice
-from jaxmnt.telemetry.progress import Rows, table
+from jaxmnt.telemetry.progress import TableRows, table
 from jaxmnt.training.spec import StepSpec
 from jaxmnt.units import count, seconds_text, size
 
@@ -75,7 +75,7 @@ def _schedule(spec: StepSpec, report: Report) -> list[str]:
 
 def parameter_table(parameters: Sequence[dict[str, Any]]) -> list[str]:
     """Returns a line for each entry of `budget.parameter_rows`."""
-    rows: Rows = [("parameter", "shape", "split over", "a device", "whole over")]
+    rows: TableRows = [("parameter", "shape", "split over", "a device", "whole over")]
     for entry in parameters:
         names = [
             f"{axis}:{split}" if split else axis or "-"
@@ -98,7 +98,7 @@ def parameter_table(parameters: Sequence[dict[str, Any]]) -> list[str]:
 
 def _memory(report: Report) -> list[str]:
     memory = report["memory"]
-    rows: Rows = [("memory per device", "")]
+    rows: TableRows = [("memory per device", "")]
     rows += [(name, size(memory[name])) for name in ("params", "optimizer", "temporary", "peak")]
     if memory["optimizer_in_host_memory"]:
         rows[2] = ("optimizer", f"{size(memory['optimizer'])}, in host memory but for the update")
@@ -113,7 +113,7 @@ def _memory(report: Report) -> list[str]:
 
 def _collectives(report: Report) -> list[str]:
     timed = report["timeline"] is not None
-    rows: Rows = [("collective", "over", "dtype", "times", "sent per device", "between")]
+    rows: TableRows = [("collective", "over", "dtype", "times", "sent per device", "between")]
     rows[0] += ("takes", "exposed", "behind it", "FLOPs") if timed else ()
     for entry in report["collectives"]:
         row: tuple[str, ...] = (
@@ -179,7 +179,7 @@ def _other_work(report: Report) -> list[str]:
     """Returns the table of work besides matrix products and attention."""
     if not report["besides"]:
         return []
-    rows: Rows = [("besides products and attention", "in", "array", "times", "takes")]
+    rows: TableRows = [("besides products and attention", "in", "array", "times", "takes")]
     for entry in report["besides"]:
         array = f"{entry['dtype']} {'×'.join(map(str, entry['shape']))}"
         rows.append(
@@ -196,7 +196,7 @@ def _round_lines(iteration: dict[str, Any]) -> list[str]:
     duration = iteration["seconds"]
     if not duration:
         return []
-    rows: Rows = []
+    rows: TableRows = []
     column = lambda second: max(0, min(_BAR, round(_BAR * second / duration)))
     shown = [entry for entry in iteration["collectives"] if entry["ends"] - entry["begins"] >= duration / 100]
     for entry in shown:

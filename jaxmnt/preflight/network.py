@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxmnt.distributed.container import kernel_number, kernel_text
-from jaxmnt.telemetry.kernel_counters import infiniband, infiniband_ports, listed
+from jaxmnt.telemetry.kernel_counters import folder_entries, infiniband, infiniband_ports
 
 _ROUTES = Path("/proc/net/route")
 _ADDRESSES6 = Path("/proc/net/if_inet6")
@@ -50,7 +50,7 @@ def cards(root: Path = Path("/sys")) -> list[Card]:
     routes = [line.split() for line in kernel_text(_ROUTES).splitlines()[1:]]
     default_interfaces = {route[0] for route in routes if route[1:2] == ["00000000"]}
     active = []
-    for path in sorted(listed(root / "class" / "net"), key=lambda path: kernel_number(path / "ifindex") or 0):
+    for path in sorted(folder_entries(root / "class" / "net"), key=lambda path: kernel_number(path / "ifindex") or 0):
         if kernel_text(path / "operstate") in ("up", "unknown"):
             megabits = kernel_number(path / "speed") or 0
             active.append(Card(path.name, megabits, _address(path.name), path.name in default_interfaces))

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxmnt.errors import ConfigError
-from jaxmnt.telemetry.events import LAST, METRICS, event_file, read_lines
+from jaxmnt.telemetry.events import FINAL_EVENTS, METRICS, event_file, read_lines
 
 Record = dict[str, Any]
 
@@ -201,7 +201,7 @@ def _apply_events(attempt: Attempt) -> None:
     """Sets the end, the end time and the start phases of an attempt from its events."""
     for record in attempt.events:
         attempt.ended = max(attempt.ended, record["time"])
-        if record["kind"] in LAST:
+        if record["kind"] in FINAL_EVENTS:
             attempt.end = record["kind"]
         elif record["kind"] == "started" and isinstance(record.get("seconds"), dict):
             laps = record["seconds"]

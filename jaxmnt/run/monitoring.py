@@ -114,10 +114,10 @@ class Monitoring:
             return
         spike = self._losses.see(loss)
         if spike is not None:
-            self._events.write("loss_spike", step=step, loss=spike.loss, typical=spike.typical)
+            self._events.write("loss_spike", step=step, loss=spike.loss, typical=spike.median)
             self._status.line(
                 f"WARNING step {step}: the loss jumped to {spike.loss:.4f}; the median of the steps before is "
-                f"{spike.typical:.4f}"
+                f"{spike.median:.4f}"
             )
 
     def end_step(self, step: int, stop: StopRequest) -> None:

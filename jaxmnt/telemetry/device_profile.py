@@ -1,4 +1,4 @@
-"""Reads from a profile how long a device computed, communicated, did both at once, and was idle."""
+"""Reads from a profile how long a device computed, communicated, did both at the same time, and was idle."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -8,11 +8,11 @@ from typing import Any
 
 from jax.profiler import ProfileData
 
-_COLLECTIVE = re.compile(
+_COLLECTIVE_NAME = re.compile(
     r"all-reduce|all-gather|reduce-scatter|all-to-all|collective-(permute|broadcast)|\b(send|recv)\b|nccl", re.I
 )
-_CONTAINER = re.compile(r"(while|conditional|call)([.\d]|$)")
-"""Operations that only contain others, whose time would be counted twice."""
+_CONTAINER_NAME = re.compile(r"(while|conditional|call)([.\d]|$)")
+"""Operations that only contain other operations, whose time would be counted twice."""
 
 Interval = tuple[float, float]
 
@@ -25,16 +25,16 @@ class DeviceProfile:
     computation: float
     communication: float
     overlap: float
-    """Communication during which the device also computes."""
+    """Time during which the device both communicates and computes."""
     idle: float
     operations: dict[str, float]
-    """Total seconds of the ten longest operations, by name without instance number."""
+    """Total seconds of the ten operations that took longest, by name without instance number."""
 
 
 def read_profile(path: Path) -> DeviceProfile | None:
     """Returns the profile of the first device in an XSpace file (`*.xplane.pb`); None if it has no operations.
 
-    Each GPU has a plane of its own; operations on CPUs are in the host's plane, labelled with their device.
+    Each GPU has its own plane. Operations on CPUs are in the host's plane, labelled with their device.
     """
     profile = ProfileData.from_file(str(path))
     by_device: dict[str, list[tuple[str, Interval]]] = {}
@@ -44,24 +44,24 @@ def read_profile(path: Path) -> DeviceProfile | None:
     if not by_device:
         return None
     operations = by_device[min(by_device)]
-    communication = _union(interval for name, interval in operations if _COLLECTIVE.search(name))
-    computation = _union(interval for name, interval in operations if not _COLLECTIVE.search(name))
+    communication = _union(interval for name, interval in operations if _COLLECTIVE_NAME.search(name))
+    computation = _union(interval for name, interval in operations if not _COLLECTIVE_NAME.search(name))
     busy = _union([*communication, *computation])
 
-    whole = busy[-1][1] - busy[0][0]
+    total = busy[-1][1] - busy[0][0]
     communicating, computing, working = map(_length, (communication, computation, busy))
-    longest: dict[str, float] = {}
+    seconds_by_kind: dict[str, float] = {}
     for name, (began, ended) in operations:
         kind = re.sub(r"[.\d]+$", "", name)
-        longest[kind] = longest.get(kind, 0.0) + ended - began
+        seconds_by_kind[kind] = seconds_by_kind.get(kind, 0.0) + ended - began
     return DeviceProfile(
-        seconds=whole,
+        seconds=total,
         computation=computing,
         communication=communicating,
         # Rounding can make the difference of equal sums slightly negative.
         overlap=max(0.0, communicating + computing - working),
-        idle=max(0.0, whole - working),
-        operations=dict(sorted(longest.items(), key=lambda item: -item[1])[:10]),
+        idle=max(0.0, total - working),
+        operations=dict(sorted(seconds_by_kind.items(), key=lambda item: -item[1])[:10]),
     )
 
 
@@ -72,7 +72,7 @@ def _operations(plane: Any) -> Iterator[tuple[str, str, Interval]]:
         for event in line.events:
             stats = dict(event.stats)
             operation = stats.get("hlo_op")
-            if operation is None or _CONTAINER.match(str(operation)):
+            if operation is None or _CONTAINER_NAME.match(str(operation)):
                 continue
             device = gpu or f"{plane.name}:{stats.get('device_ordinal', 0)}"
             # The name of an NCCL kernel is more specific than its operation's, which may be a fusion.
@@ -82,7 +82,7 @@ def _operations(plane: Any) -> Iterator[tuple[str, str, Interval]]:
 
 
 def _union(intervals: Iterable[Interval]) -> list[Interval]:
-    """Returns disjoint intervals that cover the same time, in order."""
+    """Returns the union of intervals, as disjoint intervals in order."""
     merged: list[Interval] = []
     for began, ended in sorted(intervals):
         if merged and began <= merged[-1][1]:
@@ -93,5 +93,5 @@ def _union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def _length(intervals: Iterable[Interval]) -> float:
-    """Returns the total length of intervals."""
+    """Returns the total length of some intervals."""
     return sum(ended - began for began, ended in intervals)

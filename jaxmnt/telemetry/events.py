@@ -22,8 +22,8 @@ METRICS = "metrics.jsonl"
 """Metrics file in a run directory; see `metrics.py`."""
 
 FORMAT = 1
-"""Version of the line format in a run directory, which each start event records. A later version may give a field of
-the same name another meaning."""
+"""Version of the line format in a run directory, which each start event records. In another version, a field of the
+same name may have another meaning."""
 
 PHASE_LINES = "phases.jsonl"
 """File of phase times in a run directory; see `phase_log.py`."""
@@ -32,9 +32,9 @@ RESOURCES = "resources.jsonl"
 """File of resource readings in a run directory; see `resources.py`."""
 
 _PADDING = b" \t\r\n\0"
-"""Bytes that may surround a record. A host that crashes leaves blocks of NULs."""
+"""Bytes that may surround a record. A host that crashes may leave blocks of NUL bytes."""
 
-_NEEDED: dict[str, tuple[str, ...]] = {
+_REQUIRED_FIELDS: dict[str, tuple[str, ...]] = {
     "train": ("step", "loss", "grad_norm", "tokens"),
     "eval": ("step", "loss"),
     "phases": ("step",),
@@ -45,11 +45,11 @@ _NEEDED: dict[str, tuple[str, ...]] = {
     "end": ("finished",),
     **dict.fromkeys(("failed", "peer_lost", "hang", "start_failed", "start_abandoned"), ("process",)),
 }
-"""Fields that every record of a kind must have, besides its kind and time."""
+"""Fields that every record of a kind must have, in addition to its kind and time."""
 
 
-_LATEST = 1e11
-"""Upper bound of a time in Unix seconds, which rejects milliseconds."""
+_MAX_TIME_SECONDS = 1e11
+"""Maximum of a time in Unix seconds, which excludes times in milliseconds."""
 
 
 def is_text(value: Any) -> bool:
@@ -69,20 +69,20 @@ def is_bool(value: Any) -> bool:
 
 
 FieldCheck = Callable[[Any], bool]
-"""Returns True if a field holds what it should."""
+"""Function that returns True if the value of a field is valid."""
 
 
 def or_null(is_valid: FieldCheck) -> FieldCheck:
     return lambda value: value is None or is_valid(value)
 
 
-_NUMBERS = (
+_NUMBER_FIELDS = (
     "loss", "grad_norm", "step_seconds", "data_wait_seconds", "blocked_seconds", "began", "slower_seconds", "until",
     "cost_per_gpu_hour", "tokens_per_second", "mfu", "hfu", "bits_per_byte",
 )  # fmt: skip
 _FIELD_CHECKS: dict[str, FieldCheck] = {
     "kind": is_text,
-    "time": lambda value: is_number(value) and 0 <= value < _LATEST,
+    "time": lambda value: is_number(value) and 0 <= value < _MAX_TIME_SECONDS,
     "host": is_text,
     "why": is_text,
     "asked_by": or_null(is_text),
@@ -94,28 +94,28 @@ _FIELD_CHECKS: dict[str, FieldCheck] = {
     "found_by": is_text,
     "finished": is_bool,
     **dict.fromkeys(("process", "attempt", "of_attempt", "step", "steps", "tokens", "format"), is_count),
-    **dict.fromkeys(_NUMBERS, or_null(is_number)),
+    **dict.fromkeys(_NUMBER_FIELDS, or_null(is_number)),
 }
-"""Checks of these fields, which apply to records of every kind."""
+"""Check of each field, which applies to records of every kind."""
 
 
 def parse(line: bytes) -> dict[str, Any] | None:
-    """Returns the record in a line; None if the line holds no valid record."""
+    """Returns the record in a line, or None if the line does not hold a valid record."""
     try:
         record = json.loads(line.strip(_PADDING).decode())
     except (ValueError, RecursionError):
         return None
     if not isinstance(record, dict) or not is_text(record.get("kind")):
         return None
-    if any(name not in record for name in ("time", *_NEEDED.get(record["kind"], ()))):
+    if any(name not in record for name in ("time", *_REQUIRED_FIELDS.get(record["kind"], ()))):
         return None
     valid = all(is_valid(record[name]) for name, is_valid in _FIELD_CHECKS.items() if name in record)
     return record if valid else None
 
 
 def records(path: Path) -> Iterator[dict[str, Any]]:
-    """Yields the records of a file. Unreadable lines are skipped and reported once; an incomplete last line is not
-    reported, as it may be in the middle of being written."""
+    """Yields the records of a file. Unreadable lines are skipped and reported once. An incomplete last line is not
+    reported, since another process may be writing it."""
     damaged = 0
     for line in _lines(path):
         if line.isspace():
@@ -126,38 +126,38 @@ def records(path: Path) -> Iterator[dict[str, Any]]:
             damaged += _is_damaged(line)
 
     if damaged:
-        _say(f"{path}: {_lines_of(damaged)} cannot be read and {'is' if damaged == 1 else 'are'} skipped")
+        _show_once(f"{path}: {_counted_lines(damaged)} cannot be read and {'is' if damaged == 1 else 'are'} skipped")
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Returns all records of a file; none if it does not exist. See `records`."""
+    """Returns all records of a file; an empty list if it does not exist. See `records`."""
     return list(records(path))
 
 
 def repair(path: Path, last_step: int | None = None) -> list[dict[str, Any]]:
-    """Cleans up a file before its writer appends to it: keeps valid records, up to `last_step` if that is given.
-    Returns the records of later steps.
+    """Cleans up a file before its writer appends to it. Keeps valid records, but only up to `last_step` if that is
+    given. Returns the records of later steps.
 
-    Unreadable lines move to PATH.damaged. The file is replaced atomically or not at all; if the file system does not
-    permit that, a note says so and the file stays unchanged.
+    Unreadable lines are moved to PATH.damaged. The file is replaced atomically or not at all. If the file system does
+    not permit that, a note says so and the file stays unchanged.
     """
     try:
         with contextlib.suppress(FileNotFoundError):
             return _rewrite(path.resolve(strict=True), last_step)
     except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links
-        after = "" if last_step is None else f", and has lines of steps after {last_step}, which are taken again"
-        _say(f"{path} cannot be cleaned up{after}: {getattr(error, 'strerror', None) or error}")
+        detail = "" if last_step is None else f", and has lines of steps after {last_step}, which will be repeated"
+        _show_once(f"{path} cannot be cleaned up{detail}: {getattr(error, 'strerror', None) or error}")
     return []
 
 
 def _rewrite(path: Path, last_step: int | None) -> list[dict[str, Any]]:
-    later: list[dict[str, Any]] = []
+    later_records: list[dict[str, Any]] = []
     if not path.is_file():
-        return later
+        return later_records
     temporary, aside = path.with_name(f".{path.name}.tmp"), path.with_name(f"{path.name}.damaged")
     changed, damaged = False, 0
     try:
-        with path.open("rb") as lines, _as_private_as(path, temporary) as output:
+        with path.open("rb") as lines, _private_copy(path, temporary) as output:
             for line in lines:
                 record = None if line == b"\n" else parse(line)  # a file may have a million empty lines
                 stripped = line.strip(_PADDING) + b"\n"
@@ -165,10 +165,10 @@ def _rewrite(path: Path, last_step: int | None) -> list[dict[str, Any]]:
                     output.write(stripped)
                     changed |= stripped != line
                     continue
-                # The line is dropped: its record is of a later step, or it has none.
+                # The line is dropped, because its record belongs to a later step or it has none.
                 changed = True
                 if record is not None:
-                    later.append(record)
+                    later_records.append(record)
                 elif _is_damaged(line):
                     damaged += 1
                     with aside.open("ab") as file:
@@ -180,13 +180,15 @@ def _rewrite(path: Path, last_step: int | None) -> list[dict[str, Any]]:
     finally:
         temporary.unlink(missing_ok=True)
     if damaged:
-        _say(f"{path}: {_lines_of(damaged)} could not be read and {'is' if damaged == 1 else 'are'} kept in {aside}")
-    return later
+        _show_once(
+            f"{path}: {_counted_lines(damaged)} could not be read and {'is' if damaged == 1 else 'are'} kept in {aside}"
+        )
+    return later_records
 
 
 @contextmanager
-def _as_private_as(path: Path, temporary: Path) -> Iterator[IO[bytes]]:
-    """Opens a new file that has the permissions of `path` in the end, and is private to this user until then."""
+def _private_copy(path: Path, temporary: Path) -> Iterator[IO[bytes]]:
+    """Opens a new file that is private to this user at first, and gets the permissions of `path` at the end."""
     temporary.unlink(missing_ok=True)
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "wb") as file:
@@ -202,24 +204,25 @@ def _lines(path: Path) -> Iterator[bytes]:
             with path.open("rb") as file:
                 yield from file
         elif path.exists():
-            _say(f"{path} cannot be read: it is not a regular file")
+            _show_once(f"{path} cannot be read: it is not a regular file")
     except OSError as error:
-        _say(f"{path} cannot be read: {error.strerror}")
+        _show_once(f"{path} cannot be read: {error.strerror}")
 
 
 def _is_damaged(line: bytes) -> bool:
-    """Returns True if a line without a record is damaged. One without a line end was cut off, or is being written."""
+    """Returns True if a line without a record is damaged. A line without a line end was cut off, or is being
+    written."""
     return line.endswith(b"\n") and bool(line.strip(b" \t\r\n"))
 
 
-def _lines_of(number: int) -> str:
+def _counted_lines(number: int) -> str:
     return f"{number} line{'' if number == 1 else 's'}"
 
 
 _reported: set[str] = set()
 
 
-def _say(text: str) -> None:
+def _show_once(text: str) -> None:
     """Shows a note once, because the same files are read repeatedly."""
     if text not in _reported:
         _reported.add(text)
@@ -227,18 +230,18 @@ def _say(text: str) -> None:
 
 
 def peak_host_bytes() -> int:
-    """Returns the peak resident memory of this process so far."""
+    """Returns the peak resident memory of this process so far, in bytes."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
 
 FAILED_START = "start_failed"
-"""Event of a start that failed before the run was opened."""
+"""Kind of the event for a start that failed before the run was opened."""
 
-LAST = frozenset({"failed", "peer_lost", "hang", "interrupted", FAILED_START, ABANDONED, "end"})
-"""Events after which a process ends: writing one blocks until it is on disk, for 5 seconds at most."""
-DECISIVE = LAST | {"start", "started", "checkpoint_commit", "preempted"}
-"""Events that decide about restarts: they are never dropped, and written first where writing is slow."""
+FINAL_EVENTS = frozenset({"failed", "peer_lost", "hang", "interrupted", FAILED_START, ABANDONED, "end"})
+"""Kinds of events after which a process ends. Writing one blocks until it is on disk, for up to 5 seconds."""
+DECISIVE_EVENTS = FINAL_EVENTS | {"start", "started", "checkpoint_commit", "preempted"}
+"""Kinds of events that decide about restarts. They are never dropped, and are written first if writing is slow."""
 
 
 class Events:
@@ -251,13 +254,13 @@ class Events:
         self._common = {"process": process, "host": socket.gethostname(), "attempt": self.attempt}
         self._lines = LineWriter(path, **self._common)
         self.written: Callable[[dict[str, Any]], None] = lambda record: None
-        """Called with each event."""
+        """Function that is called with each event."""
 
     def write(self, kind: str, **details: Any) -> None:
         record = {"kind": kind, "time": clock.now(), **self._common, **details}
-        self._lines.write(record, decisive=kind in DECISIVE)
+        self._lines.write(record, decisive=kind in DECISIVE_EVENTS)
         self.written(record)
-        if kind in LAST:
+        if kind in FINAL_EVENTS:
             self._lines.settle()
 
     def close(self) -> None:
@@ -270,42 +273,43 @@ def event_file(run_dir: Path, process: int) -> Path:
 
 
 def event_files(run_dir: Path) -> list[Path]:
-    """Returns the event files of all processes, sorted by name. Files with other names, such as copies, are ignored."""
+    """Returns the event files of all processes, sorted by path. Files with other names, such as copies, are ignored."""
     paths = (run_dir / "events").glob("*.jsonl")
     return sorted(path for path in paths if re.fullmatch("[0-9]+", path.stem))
 
 
 def log_files(process: int) -> tuple[str, str, str]:
-    """Returns the log files of a process in a run directory, to which each attempt appends: stacks at hangs, output
-    that the local launcher captures, and output of libraries that bypass Python."""
+    """Returns the log files of a process in a run directory, to which each attempt appends: the stacks at hangs, the
+    output that the local launcher captures, and the output of libraries that bypass Python."""
     return f"hangs/{process}.txt", f"logs/process-{process}.log", f"native/{process}.log"
 
 
 def log_sizes(run_dir: Path, process: int) -> dict[str, int]:
-    """Returns the bytes of those log files of a process that are not empty."""
+    """Returns the size in bytes of each log file of a process that is not empty."""
     sizes = {name: path.stat().st_size for name in log_files(process) if (path := run_dir / name).is_file()}
     return {name: size for name, size in sizes.items() if size}
 
 
 def last_commit(run_dir: Path) -> int:
-    """Returns the step of the checkpoint that was written last; 0 if the events record none.
+    """Returns the step of the checkpoint that was written last, or 0 if the events record none.
 
-    It is not always the highest step: a later checkpoint may have been written before, and turned out to be damaged.
+    It is not always the highest step, because a checkpoint of a later step may have been written before and may have
+    turned out to be damaged.
     """
     steps = [int(event["step"]) for event in records(event_file(run_dir, 0)) if event["kind"] == "checkpoint_commit"]
     return steps[-1] if steps else 0
 
 
 def history(path: Path) -> tuple[int, float]:
-    """Returns how many attempts of the run with events in `path` ended without an end event, and the total seconds it
-    ran."""
+    """Returns how many attempts of a run ended without an end event, and for how many seconds the run was running in
+    total. `path` is the run's event file."""
     attempts: dict[int, list[dict[str, Any]]] = {}
     for record in read_lines(path):
         attempt = record.get("attempt")
         if attempt is None or (record["kind"] != "start" and attempt not in attempts):
-            continue  # of a start that failed before the run was opened
+            continue  # the record belongs to a start that failed before the run was opened
         attempts.setdefault(attempt, []).append(record)
     failures = sum(all(record["kind"] != "end" for record in records) for records in attempts.values())
-    # Each attempt is measured by its own records, as the clock may have been set between attempts.
+    # Each attempt is measured with its own records, since the clock may have been changed between attempts.
     seconds = sum(max(0.0, records[-1]["time"] - records[0]["time"]) for records in attempts.values())
     return failures, seconds

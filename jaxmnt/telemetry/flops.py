@@ -1,4 +1,4 @@
-"""FLOPs of a token, by the conventions of published figures, and the peak FLOP/s of a device."""
+"""The FLOPs of a token, according to the conventions of published figures, and the peak FLOP/s of a device."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from jaxmnt.telemetry.peaks import peaks_of
 
 
 class RecomputeShare(NamedTuple):
-    """Shares of a layer's forward pass that the backward pass recomputes."""
+    """The share of each part of a layer's forward pass that the backward pass recomputes, from 0 to 1."""
 
     products: float
     attention: float
@@ -24,26 +24,27 @@ RECOMPUTE_SHARES = {
     "dots": RecomputeShare(0, 1, 1),
     "full": RecomputeShare(1, 1, 1),
 }
-"""Shares by `train.remat`. `names` is absent, as it depends on the names."""
+"""Shares for each value of `train.remat`, except `names`, whose shares depend on the names."""
 
 
 @dataclass(frozen=True)
 class TokenFlops:
-    """Forward and backward FLOPs of a token in a row of full length: 6 for each weight that multiplies it, and 12 for
-    each element of a query per key that it attends to (Kaplan et al. 2020, arXiv:2001.08361)."""
+    """Forward and backward FLOPs of a token in a row of full length: 6 for each weight that multiplies the token, and
+    12 for each element of its query and each key that it attends to (Kaplan et al. 2020, arXiv:2001.08361)."""
 
     layers: float
-    """Products with the layers' weights."""
+    """FLOPs of products with the weights of the layers."""
     head: int
+    """FLOPs of products with the weights of the head."""
     all_parameters: int
-    """Products if every parameter multiplied the token, including the input embedding."""
+    """FLOPs of products if every parameter, including the input embedding, multiplied the token."""
     attention: float
-    """Attention scores and the weighted sum of values, over the keys that a token sees: half of the length on average,
-    or a window."""
+    """FLOPs of attention scores and of the weighted sum of values, over the keys that a token sees. On average these
+    are half of the length, or a window."""
     square: int
-    """Like `attention`, but over the whole length."""
+    """FLOPs like those of `attention`, but over the full length."""
     softmax: int
-    """Three for each score over the whole length, times three for forward and backward."""
+    """FLOPs of the softmax over the full length: three for each score, times three for forward and backward."""
 
     def recomputed(self, remat: str) -> float | None:
         """Returns the FLOPs that the backward pass recomputes under this `train.remat`; None if that depends on names.
@@ -60,9 +61,9 @@ CONVENTIONS: dict[str, Callable[[TokenFlops], float]] = {
     "parameters": lambda flops: flops.all_parameters + flops.square,
     "levanter": lambda flops: flops.layers + flops.head + flops.square + flops.softmax,
 }
-"""Values of `telemetry.flops`. `causal` is also the convention of Megatron-Bridge, and of MaxText since its pull
-request 1988; `square` that of torchtitan, NeMo up to 24.12 and Narayanan et al. 2021 without recomputation;
-`parameters` that of llm-foundry and of torchtitan's figures of 2024 for the A100."""
+"""FLOPs of a token for each value of `telemetry.flops`. `causal` is also the convention of Megatron-Bridge, and of
+MaxText since its pull request 1988; `square` that of torchtitan, NeMo up to 24.12 and Narayanan et al. 2021 without
+recomputation; `parameters` that of llm-foundry and of torchtitan's figures of 2024 for the A100."""
 
 
 def token_flops(definition: Definition, length: int) -> TokenFlops:
@@ -73,14 +74,14 @@ def token_flops(definition: Definition, length: int) -> TokenFlops:
         shape = costs.attention
         width = shape.heads * shape.head_dim
         window = min(shape.window or length, length)
-        # The mean number of keys: `window` of most tokens, and 1, 2, … of the first `window` tokens.
+        # The mean number of keys. Most tokens see `window` keys, and the first `window` tokens see 1, 2, ….
         attention += 12 * count * width * (window - window * window / (2 * length))
         square += 12 * count * width * length
         softmax += 9 * count * shape.heads * length
-    last = (products_of(definition.abstract[name], definition.axes[name]) for name in definition.last)
+    head_products = (products_of(definition.abstract[name], definition.axes[name]) for name in definition.last)
     return TokenFlops(
         layers=6 * sum(count * costs.used_parameters for count, costs in layers),
-        head=6 * sum(product.inputs * product.outputs for products in last for product in products),
+        head=6 * sum(product.inputs * product.outputs for products in head_products for product in products),
         all_parameters=6 * definition.parameter_count,
         attention=attention,
         square=square,

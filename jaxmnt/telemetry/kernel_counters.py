@@ -1,4 +1,4 @@
-"""Reads the kernel's counters of this host: memory, and bytes and errors of network interfaces and InfiniBand ports."""
+"""Reads this host's kernel counters: memory, and the bytes and errors of network interfaces and InfiniBand ports."""
 
 import os
 import re
@@ -7,9 +7,9 @@ from pathlib import Path
 
 from jaxmnt.distributed.container import available_bytes, kernel_number, kernel_text
 
-_PAGE = os.sysconf("SC_PAGE_SIZE")
-_WORD = 4
-"""Bytes per unit of an InfiniBand port's data counters: https://docs.nvidia.com/networking, "port_xmit_data"."""
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+_WORD_BYTES = 4
+"""Bytes per unit of an InfiniBand port's data counters; see https://docs.nvidia.com/networking, "port_xmit_data"."""
 
 _INFINIBAND_ERRORS = (
     "symbol_error", "link_error_recovery", "link_downed", "port_rcv_errors", "local_link_integrity_errors",
@@ -22,45 +22,46 @@ class Traffic:
     """Network counters since the host was started."""
 
     sent: dict[str, int] = field(default_factory=dict)
-    """Bytes of each interface or port."""
+    """Bytes that each interface or port has sent."""
     received: dict[str, int] = field(default_factory=dict)
+    """Bytes that each interface or port has received."""
     errors: dict[str, dict[str, int]] = field(default_factory=dict)
-    """Error counts by interface or port, and by counter."""
+    """Number of errors, by interface or port and then by counter."""
 
 
 def ethernet(root: Path = Path("/sys")) -> Traffic:
-    """Reads the interfaces that are devices; in a container, which sees none of these, all but the loopback."""
-    interfaces = [path for path in listed(root / "class" / "net") if path.name != "lo"]
+    """Reads the network interfaces that are devices or, in a container, which sees no devices, all but the loopback."""
+    interfaces = [path for path in folder_entries(root / "class" / "net") if path.name != "lo"]
     devices = [path for path in interfaces if (path / "device").exists()]
     folders = {path.name: path / "statistics" for path in devices or interfaces}
     return _traffic(folders, "tx_bytes", "rx_bytes", ("rx_errors", "tx_errors"))
 
 
 def infiniband(root: Path = Path("/sys")) -> Traffic:
-    """Reads all InfiniBand ports. For RoCE these are the Ethernet ports."""
+    """Reads all InfiniBand ports. With RoCE, these are the Ethernet ports."""
     folders = {name: port / "counters" for name, port in infiniband_ports(root).items()}
-    return _traffic(folders, "port_xmit_data", "port_rcv_data", _INFINIBAND_ERRORS, _WORD)
+    return _traffic(folders, "port_xmit_data", "port_rcv_data", _INFINIBAND_ERRORS, _WORD_BYTES)
 
 
 def infiniband_ports(root: Path = Path("/sys")) -> dict[str, Path]:
-    """Returns the folder of each port, by ADAPTER/PORT."""
-    adapters = listed(root / "class" / "infiniband")
-    return {f"{adapter.name}/{port.name}": port for adapter in adapters for port in listed(adapter / "ports")}
+    """Returns the folder of each InfiniBand port, by ADAPTER/PORT."""
+    adapters = folder_entries(root / "class" / "infiniband")
+    return {f"{adapter.name}/{port.name}": port for adapter in adapters for port in folder_entries(adapter / "ports")}
 
 
 def host_memory(proc: Path = Path("/proc")) -> dict[str, int]:
-    """Returns this process's resident bytes and the host's available bytes; neither where the kernel does not report
-    it."""
+    """Returns this process's resident memory and the host's available memory, in bytes. What the kernel does not report
+    is left out."""
     pages = kernel_text(proc / "self" / "statm").split()
     available = re.search(r"^MemAvailable: +(\d+)", kernel_text(proc / "meminfo"), re.MULTILINE)
-    memory = {"host_bytes": int(pages[1]) * _PAGE} if pages else {}
+    memory = {"host_bytes": int(pages[1]) * _PAGE_BYTES} if pages else {}
     if available:
         memory["host_available_bytes"] = available_bytes(int(available[1]) * 1024, proc.parent)
     return memory
 
 
 def _traffic(folders: dict[str, Path], sent: str, received: str, errors: tuple[str, ...], factor: int = 1) -> Traffic:
-    """Reads the counters that exist, as devices differ. Byte counters are multiplied by `factor`."""
+    """Reads those counters that exist, since devices differ. Byte counters are multiplied by `factor`."""
     traffic = Traffic()
     for name, folder in folders.items():
         read = {counter: kernel_number(folder / counter) for counter in (sent, received, *errors)}
@@ -74,8 +75,8 @@ def _traffic(folders: dict[str, Path], sent: str, received: str, errors: tuple[s
     return traffic
 
 
-def listed(folder: Path) -> list[Path]:
-    """Returns the entries of a folder of the kernel, by name; none if it does not exist."""
+def folder_entries(folder: Path) -> list[Path]:
+    """Returns the entries of a folder in a kernel file system, sorted; an empty list if the folder does not exist."""
     try:
         return sorted(folder.iterdir())
     except OSError:  # there is no such class of devices

@@ -1,4 +1,4 @@
-"""The HTTP server and handler that this project's servers share: each request is answered in a thread of its own."""
+"""The HTTP server and handler that this project's servers share. Each request is answered in a separate thread."""
 
 import socket
 import socketserver
@@ -21,7 +21,7 @@ class LocalServer(ThreadingHTTPServer):
         self.server_name, self.server_port = str(name), int(port)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignores errors: a client that disconnects is none."""
+        """Ignores errors, because a client that disconnects is not a problem."""
 
 
 class LocalServer6(LocalServer):
@@ -32,7 +32,7 @@ class LocalHandler(ABC, BaseHTTPRequestHandler):
     """Answers GET requests. Reads no body and writes no log."""
 
     timeout = 10.0
-    """Seconds to receive a request, and to send its answer."""
+    """Time limit, in seconds, for receiving a request and for sending its answer."""
     server_version, sys_version = "jaxmnt", ""
 
     def do_GET(self) -> None:
@@ -48,13 +48,13 @@ class LocalHandler(ABC, BaseHTTPRequestHandler):
     def asks_for_this_host(self) -> bool:
         """Returns True if the request's Host header names this host.
 
-        Prevents DNS rebinding: a web page from elsewhere must not read an answer under another name.
+        This prevents DNS rebinding, by which a web page from elsewhere could read an answer under another name.
         """
         name = self.headers.get("Host", "localhost")
         return (name[1:].partition("]")[0] if name.startswith("[") else name.partition(":")[0]) in LOOPBACK_NAMES
 
     def answer(self, code: HTTPStatus, kind: str, text: str, **headers: str) -> None:
-        """Sends an answer. `headers` are written with _ instead of -."""
+        """Sends an answer. The names of `headers` have _ instead of -."""
         body = text.encode()
         self.send_response(code)
         self.send_header("Content-Type", f"{kind}; charset=utf-8")

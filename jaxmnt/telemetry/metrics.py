@@ -1,4 +1,4 @@
-"""metrics.jsonl: the record of each step."""
+"""Writes metrics.jsonl, which has a record of each step and of each evaluation."""
 
 import functools
 import math
@@ -22,50 +22,52 @@ from jaxmnt.units import count, duration
 
 
 class Rates(NamedTuple):
-    """Constants from which the rates of a run are computed."""
+    """Constants with which the rates of a run are computed."""
 
     flops_per_token: float
-    """Model FLOPs of a real target, forward and backward."""
+    """Model FLOPs for each real target, forward and backward."""
     hardware_flops_per_token: float | None
-    """FLOPs that the devices spend on each token, also padding, with recomputation; None if not known."""
+    """FLOPs that the devices spend on each token, including padding and recomputation; None if they are not known."""
     peak_flops: float | None
     """Peak FLOP/s of all devices together; None if it is not known."""
     padded_tokens: int
-    """Tokens of a step, with those that pad rows."""
+    """Number of tokens in a step, including those that pad rows."""
 
 
 class EvaluationSums(NamedTuple):
-    """Sums over the held-out targets of a source or set."""
+    """Sums over the held-out targets of a source or of an evaluation set."""
 
     loss: float
-    """Cross-entropy in nats."""
+    """Sum of the cross-entropies, in nats."""
     tokens: int
     """Number of targets."""
     text_bytes: float | None = None
-    """UTF-8 bytes of their text; None if that is not known."""
+    """Number of UTF-8 bytes in the targets' text; None if it is not known."""
 
     def plus(self, more: "EvaluationSums") -> "EvaluationSums":
-        """Adds two sums. The bytes are known only if both are."""
+        """Adds other sums to these. The number of bytes is known only if both numbers are."""
         both = None if self.text_bytes is None or more.text_bytes is None else self.text_bytes + more.text_bytes
         return EvaluationSums(self.loss + more.loss, self.tokens + more.tokens, both)
 
     @property
     def mean(self) -> float | None:
-        """Mean loss in nats per token; None over no token."""
+        """Mean loss in nats per token; None if there are no tokens."""
         return self.loss / self.tokens if self.tokens else None
 
     @property
     def bits_per_byte(self) -> float | None:
-        """Bits per byte of text, which is comparable between models with different tokenizers; None if not known."""
+        """Bits per byte of text, which is comparable between models with different tokenizers; None if
+        they are not known."""
         return self.loss / math.log(2) / self.text_bytes if self.text_bytes else None
 
 
 Cost = Callable[[float], str | None]
-"""Returns text that says what is spent so far, and what will be after so many more seconds; None if not known."""
+"""Function that gets the seconds until the end of the run, and returns a text that says what the run has cost so far
+and will have cost by then; None if that is not known."""
 
 Finished = Callable[[int, float, dict[str, Any]], None]
 
-MEANS_OVER_TARGETS = ("loss", "grad_norm", "model", "gradient_squares")
+METRICS_OF_TARGETS = ("loss", "grad_norm", "model", "gradient_squares")
 """Metrics of a step that are undefined if its batch has no target."""
 
 
@@ -73,8 +75,8 @@ MEANS_OVER_TARGETS = ("loss", "grad_norm", "model", "gradient_squares")
 class TrainLog:
     """Keeps each step's metrics as device arrays, and reads them once the next step has been dispatched.
 
-    Only process 0 writes and shows them; all processes read them, because they agree on stops and saves through the
-    metrics.
+    Only process 0 writes and shows the metrics. All processes read them, because it is through the metrics that they
+    agree on stops and saves.
     """
 
     run_dir: Path
@@ -83,22 +85,23 @@ class TrainLog:
     status: StatusLine
     steps: int
     tokens: int
-    """Real targets trained on so far."""
+    """Number of real targets that the run has trained on so far."""
     rates: Rates
     epochs: Callable[[int], dict[str, float]]
     timer: StepTimer
     attempt: int = 0
     log_every: int | None = None
-    """Steps between two lines of output that is not a terminal; by default a line every few seconds."""
+    """Number of steps between two lines if the output is not a terminal. None means a line every few seconds."""
     cost: Cost | None = None
     finished: Finished = lambda step, seconds, values: None
-    """Called with each step once it has finished on the devices, its seconds and its metrics."""
+    """Function that is called with each step, its seconds and its metrics, once the step has finished on the
+    devices."""
     written: Callable[[dict[str, Any]], None] = lambda record: None
-    """Called with each record, in the process that writes."""
+    """Function that is called with each record, in the process that writes it."""
 
     def __post_init__(self) -> None:
         self.stop_seen = False
-        """True if some process asked to stop in the last step that was read."""
+        """True if some process asked for a stop in the last step that was read."""
         self.save_seen = 0
         """Last step in which some process asked for a checkpoint."""
         self.profile_seen = 0
@@ -108,19 +111,19 @@ class TrainLog:
         self.latest: dict[str, Any] = {}
         """Record of the last step that was written. Other threads read it, so it must not be modified."""
         self._lines = LineWriter(self.run_dir / METRICS) if self.writer else None
-        self._refused_mfu = False
+        self._reported_mfu = False
         self._pending: tuple[int, dict[str, Array], float, str | None] | None = None
         self._ready_at = time.perf_counter()
-        """When the previous step was found finished, plus the pauses since."""
+        """Time at which the previous step was found to be finished, plus the pauses since then."""
         self._pace: float | None = None
 
     def push(self, step: int, metrics: dict[str, Array], wait_seconds: float, digest: str | None) -> None:
-        """Keeps the metrics of a step just dispatched, and reads those of the step before it."""
+        """Keeps the metrics of a step that was just dispatched, and reads those of the step before it."""
         self.flush()
         self._pending = step, metrics, wait_seconds, digest
 
     def flush(self) -> None:
-        """Reads the metrics that are still on the device, waiting for their step to end."""
+        """Waits for the end of the step whose metrics are still on the device, and reads them."""
         if self._pending is None:
             return
         (step, metrics, wait_seconds, digest), self._pending = self._pending, None
@@ -129,7 +132,7 @@ class TrainLog:
         values = jax.tree.map(lambda array: np.asarray(array).item(), metrics)
         if not values["tokens"]:
             self.without_targets += 1
-            values |= {name: finite(values[name]) for name in MEANS_OVER_TARGETS if name in values}
+            values |= {name: finite(values[name]) for name in METRICS_OF_TARGETS if name in values}
 
         now = time.perf_counter()
         step_seconds = max(1e-9, now - self._ready_at)
@@ -160,8 +163,8 @@ class TrainLog:
     ) -> float | None:
         """Writes the mean loss over all held-out tokens, and that of each source. Returns the mean over all.
 
-        A mean over no token is None. `sets` names the additional evaluation sets, which count toward the overall mean
-        only if nothing else is held out.
+        A mean is None if there are no tokens. `sets` names the additional evaluation sets, which count toward the
+        overall mean only if nothing else is held out.
         """
         held_out = {name: source for name, source in sums.items() if name not in sets} or sums
         total = functools.reduce(EvaluationSums.plus, held_out.values())
@@ -171,21 +174,22 @@ class TrainLog:
 
         by_source = ""
         if len(sums) > 1:
-            by_source = "".join(f", {name} {_shown(source.mean)}" for name, source in sums.items())
+            by_source = "".join(f", {name} {_format_loss(source.mean)}" for name, source in sums.items())
         bits = "" if total.bits_per_byte is None else f" ({total.bits_per_byte:.4f} bits per byte)"
         self.status.line(
-            f"step {step}  held-out loss {_shown(total.mean)}{bits}{by_source} over {count(total.tokens)} tokens "
+            f"step {step}  held-out loss {_format_loss(total.mean)}{bits}{by_source} over {count(total.tokens)} tokens "
             f"({duration(seconds)})"
         )
         return total.mean
 
     def settle(self) -> None:
-        """Waits until all lines are written, or a few seconds, so that a checkpoint does not get ahead of them."""
+        """Waits until all lines are written, but only a few seconds, so that a checkpoint does not get ahead of
+        them."""
         if self._lines is not None:
             self._lines.settle()
 
     def close(self) -> None:
-        """Closes the writer; pending lines have a few seconds to be written."""
+        """Closes the writer, which has a few seconds to write the pending lines."""
         if self._lines is not None:
             self._lines.close()
 
@@ -218,7 +222,7 @@ class TrainLog:
             **optional,
         )
 
-        # The ETA uses an exponential mean, since the time of a single step varies.
+        # The ETA uses an exponential mean, since the times of single steps vary.
         self._pace = step_seconds if self._pace is None else 0.9 * self._pace + 0.1 * step_seconds
         every = None if self.status.live else self.log_every
         due = self.status.due if every is None else step % every == 0
@@ -238,7 +242,7 @@ class TrainLog:
     def _show(
         self, step: int, values: dict[str, Any], rate: float, mfu: float | None, data_wait: float, *, stays: bool
     ) -> None:
-        """Shows a step: on a terminal as much as fits, in place. A line that `stays` has the same form everywhere."""
+        """Shows a step. On a terminal, shows in place as much as fits. A line that `stays` is the same everywhere."""
         assert self._pace is not None
         loss = "no targets" if values["loss"] is None else f"loss {values['loss']:.4f}"
         eta = f"ETA {duration((self.steps - step) * self._pace)}"
@@ -254,17 +258,18 @@ class TrainLog:
         (self.status.line if stays else self.status.update)("  ".join([f"step {step}/{self.steps}", *parts]))
 
     def _share_of_peak(self, step: int, per_second: float, flops: float | None) -> float | None:
-        """Returns the share of the devices' peak that `flops` per token make at this rate, None if not known.
+        """Returns the share of the devices' peak that `flops` per token make up at this rate, or None if it is not
+        known.
 
-        A share above 1 is a bug of ours: it is reported once and not returned.
+        A share above 1 is a bug of ours, which is reported once. Then the share is not returned.
         """
         peak = self.rates.peak_flops
         if peak is None or flops is None:
             return None
         if (share := per_second * flops / peak) <= 1:
             return share
-        if not self._refused_mfu:
-            self._refused_mfu = True
+        if not self._reported_mfu:
+            self._reported_mfu = True
             self.status.line(
                 f"WARNING step {step}: {count(per_second)} tokens/s of {count(flops)}FLOPs are {share:.0%} of the "
                 f"devices' peak of {count(peak)}FLOP/s, which is impossible; such an MFU is written as null; please "
@@ -279,5 +284,5 @@ def _losses(sums: EvaluationSums) -> dict[str, Any]:
     return {"loss": sums.mean, "tokens": sums.tokens} | ({} if bits is None else {"bits_per_byte": bits})
 
 
-def _shown(loss: float | None) -> str:
+def _format_loss(loss: float | None) -> str:
     return "none (no targets)" if loss is None else f"{loss:.4f}"

@@ -1,4 +1,4 @@
-"""The GPUs of a host as NVML sees them, by NVIDIA's own bindings (the package nvidia-ml-py)."""
+"""Reads the state of a host's GPUs from NVML, with NVIDIA's own bindings (the package nvidia-ml-py)."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -12,32 +12,33 @@ BAD_REASONS = {
     "nvmlClocksEventReasonHwPowerBrakeSlowdown": "power brake",
     "nvmlClocksEventReasonSwThermalSlowdown": "too hot (driver)",
 }
-"""Reasons, by NVML's constants, for which the clocks of a busy GPU are throttled abnormally. The power limit is not
+"""Reasons for abnormal throttling of a busy GPU's clocks, by the names of NVML's constants. The power limit is not
 among them, since every busy GPU reaches it."""
 
 
 @dataclass(frozen=True)
 class GpuState:
-    """One reading of NVML; a field is None if this GPU does not support it."""
+    """The state of one GPU. A field is None if the GPU does not support it."""
 
     clock_mhz: int | None
-    """Clock of the multiprocessors."""
+    """Clock of the multiprocessors, in MHz."""
     utilisation: int | None
-    """Percent of the time during which a kernel ran."""
+    """Percentage of the time during which a kernel was running."""
     watts: float | None
     celsius: int | None
     throttled: list[str]
-    """Reasons for which the hardware or its driver throttles the clocks."""
+    """The reasons why the hardware or its driver throttles the clocks."""
 
 
 class GpuReader:
     """Reads GPUs of this host. Not thread-safe."""
 
     def __init__(self, names: Sequence[str] | None, nvml: Any = None, reasons: Mapping[str, str] = BAD_REASONS):
-        """Opens the GPUs of these names: indices, or UUIDs as in CUDA_VISIBLE_DEVICES; None opens all.
+        """Opens the GPUs with the given names, which are indices or UUIDs as in CUDA_VISIBLE_DEVICES; None opens all
+        GPUs.
 
-        `nvml` is the module of the bindings, and `reasons` describes NVML's throttle reasons. Raises `NvmlError` if
-        NVML is not available.
+        `nvml` is the module of the bindings, and `reasons` describes NVML's reasons for throttling. Raises `NvmlError`
+        if NVML is not available.
         """
         try:
             self._nvml = nvml = nvml or import_module("pynvml")  # imported late, as only GPUs need it
@@ -52,7 +53,7 @@ class GpuReader:
         except nvml.NVMLError as error:
             raise NvmlError(str(error)) from error
         self.uuids = [self._ask(nvml.nvmlDeviceGetUUID, handle) for handle in self._handles]
-        self._xids = self._ask(self._register)
+        self._xids = self._ask(self._subscribe_to_xids)
         self._ecc = self.uncorrected_errors()
 
     def read(self) -> list[GpuState]:
@@ -60,7 +61,7 @@ class GpuReader:
         return [self._state(handle) for handle in self._handles]
 
     def uncorrected_errors(self) -> list[int]:
-        """Returns each GPU's uncorrected memory errors since the driver was loaded; 0 without ECC."""
+        """Returns the number of each GPU's uncorrected memory errors since the driver was loaded; 0 without ECC."""
         nvml = self._nvml
         kind = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
         return [self._ask(nvml.nvmlDeviceGetTotalEccErrors, handle, *kind) or 0 for handle in self._handles]
@@ -74,7 +75,7 @@ class GpuReader:
         ]
 
     def processes(self) -> list[list[tuple[int, str]]]:
-        """Returns the processes that compute on each GPU: their PIDs and names, which a container may not see."""
+        """Returns the PIDs and names of the processes that compute on each GPU. A container may not see them."""
         nvml, ask = self._nvml, self._ask
         pids = [
             [process.pid for process in ask(nvml.nvmlDeviceGetComputeRunningProcesses, handle) or []]
@@ -84,7 +85,7 @@ class GpuReader:
         return [[(pid, name_of(pid)) for pid in pids_of_gpu] for pids_of_gpu in pids]
 
     def faults(self) -> list[tuple[int, str]]:
-        """Returns the faults since the last call: the index of the GPU among the names, and a description."""
+        """Returns the faults since the last call, each as the index of the GPU among the names and a description."""
         faults = []
         for index, errors in enumerate(self.uncorrected_errors()):
             if errors > self._ecc[index]:
@@ -117,7 +118,7 @@ class GpuReader:
             [reason for mask, reason in self._masks.items() if reasons & mask],
         )
 
-    def _register(self) -> Any:
+    def _subscribe_to_xids(self) -> Any:
         """Subscribes to Xid errors. Returns NVML's event set."""
         nvml = self._nvml
         events = nvml.nvmlEventSetCreate()
@@ -142,4 +143,4 @@ class GpuReader:
 
 
 class NvmlError(Exception):
-    """NVML is not available."""
+    """Raised if NVML is not available."""

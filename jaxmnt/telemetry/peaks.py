@@ -1,14 +1,15 @@
-"""Peak FLOP/s of devices, by their data sheets. Does not import JAX."""
+"""Peak FLOP/s of devices, from their data sheets. This module does not import JAX."""
 
 import re
 import tomllib
 from pathlib import Path
 
 PEAKS: dict[str, dict[str, float]] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
-"""Peak FLOP/s by a part of the device kind and by dtype."""
+"""Peak FLOP/s for each part of a device kind's name, and for each dtype."""
 
 
 def peaks_of(device_kind: str) -> dict[str, float]:
-    """Returns the peak FLOP/s of one device by dtype; empty if they are not known. The most specific name wins."""
+    """Returns the peak FLOP/s of one device for each dtype, or an empty dict if they are not known. The most specific
+    name wins."""
     names = [name for name in PEAKS if re.search(rf"\b{name}\b", device_kind)]
     return PEAKS[max(names, key=len)] if names else {}

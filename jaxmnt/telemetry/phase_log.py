@@ -1,5 +1,5 @@
-"""Process 0's record of where the time of each step goes in all processes: one line per step in phases.jsonl, and every
-100 steps one with a few numbers of each process."""
+"""Process 0's record of how all processes spend the time of each step. It writes one line for each step to
+phases.jsonl, and every 100 steps a line with a few numbers for each process."""
 
 import threading
 from collections.abc import Sequence
@@ -14,18 +14,18 @@ from jaxmnt.telemetry.phases import OWN_PHASES, PHASES, StepPhases
 from jaxmnt.telemetry.stragglers import Straggler, StragglerDetector
 from jaxmnt.telemetry.writer import LineWriter
 
-_LONGEST = 1e9
+_MAX_PHASE_SECONDS = 1e9
 STEPS_PER_SUMMARY = 100
-"""Steps between two lines about processes."""
+"""Number of steps between two summary lines, which are about processes."""
 QUANTILES = (0.1, 0.5, 0.9, 1.0)
-"""Quantiles over the steps between two such lines."""
-_BYTES_PER_PROCESS, _MOST_BYTES_PER_STEP = 40, 1000
-"""Size of a process in such a line, and the average size per step that such lines may have."""
-MOST_EACH = 4
-"""Largest number of processes for which the line of a step has the times of each."""
-_OWN = [PHASES.index(phase) for phase in OWN_PHASES]
-_PATIENCE = 512
-"""Steps for which missing times of a process are waited for."""
+"""Quantiles in a summary line, over the steps since the previous one."""
+_BYTES_PER_PROCESS, _MAX_BYTES_PER_STEP = 40, 1000
+"""Size of one process's entry in a summary line, and the maximum average size per step of these lines."""
+MAX_PROCESSES_LISTED = 4
+"""Maximum number of processes for which the line of a step lists the times of each process."""
+_OWN_INDICES = [PHASES.index(phase) for phase in OWN_PHASES]
+_MAX_INCOMPLETE_STEPS = 512
+"""Maximum number of steps that may wait for the times of some process. Older ones are dropped."""
 
 
 class PhaseLog:
@@ -39,18 +39,19 @@ class PhaseLog:
         self._lines = LineWriter(run_dir / PHASE_LINES)
         self._detector = StragglerDetector(processes)
         self._steps: dict[int, dict[int, tuple[float, ...]]] = {}
-        self._own: list[np.ndarray] = []
-        """Seconds of each process's own work, for each step since the last line about processes."""
+        self._own_seconds: list[np.ndarray] = []
+        """Seconds of each process's own work in each step since the last summary line."""
         self._last_step = 0
         self.latest: dict[str, float] = {}
-        """Mean seconds of each phase in the last step that all processes have reported. Other threads read it."""
+        """Mean seconds of each phase in the last step that all processes have reported. Other threads read
+        it."""
         self._findings: list[Straggler] = []
         self._lock = threading.Lock()
 
     def add(self, process: int, rows: Sequence[Any]) -> None:
-        """Adds the times of some steps of one process: `StepPhases`, or their form in JSON.
+        """Adds the times of some steps of one process. Each row is a `StepPhases`, or the same parsed from JSON.
 
-        Raises `ValueError` or `TypeError` for anything else.
+        Raises `ValueError` or `TypeError` if a row is anything else.
         """
         checked = [_checked(*row) for row in rows]
         with self._lock:
@@ -59,7 +60,7 @@ class PhaseLog:
                 times[process] = seconds
                 if len(times) == self._processes:
                     self._complete(step)
-            while len(self._steps) > _PATIENCE:
+            while len(self._steps) > _MAX_INCOMPLETE_STEPS:
                 del self._steps[next(iter(self._steps))]
 
     def take_findings(self) -> list[Straggler]:
@@ -70,77 +71,78 @@ class PhaseLog:
 
     @property
     def stragglers(self) -> list[tuple[int, str]]:
-        """The processes that delay the others now, each with the phase. From any thread."""
+        """The processes that delay the others now, each with its slow phase. It may be read from any thread."""
         with self._lock:
             return self._detector.current
 
     def complete_up_to(self, step: int) -> bool:
-        """Returns True if no process's times of this step or an earlier one are missing. From any thread."""
+        """Returns True if all processes' times of this step and of earlier ones are known. May be called from any
+        thread."""
         with self._lock:
             return all(waiting > step for waiting in self._steps)
 
     def close(self) -> None:
         with self._lock:
-            self._sum_up()
+            self._write_summary()
         self._lines.close()
 
     def _complete(self, step: int) -> None:
         times = self._steps.pop(step)
         seconds = np.array([times[process] for process in range(self._processes)])
-        line = _line(step, seconds)
+        line = _step_record(step, seconds)
         self.latest = line["mean"]
         self._lines.write(line)
-        self._own.append(seconds[:, _OWN].sum(axis=1))
+        self._own_seconds.append(seconds[:, _OWN_INDICES].sum(axis=1))
         self._last_step = step
-        if len(self._own) == STEPS_PER_SUMMARY:
-            self._sum_up()
+        if len(self._own_seconds) == STEPS_PER_SUMMARY:
+            self._write_summary()
         self._findings += self._detector.see(seconds)
 
-    def _sum_up(self) -> None:
-        """Writes a line about the own work of each process in the steps since the last such line, unless these are too
-        few for its length."""
-        if len(self._own) * _MOST_BYTES_PER_STEP < self._processes * _BYTES_PER_PROCESS:
+    def _write_summary(self) -> None:
+        """Writes a summary line about each process's own work since the last one, unless there are too few steps for
+        the length of the line."""
+        if len(self._own_seconds) * _MAX_BYTES_PER_STEP < self._processes * _BYTES_PER_PROCESS:
             return
-        quantiles = np.quantile(np.stack(self._own), QUANTILES, axis=0)
+        quantiles = np.quantile(np.stack(self._own_seconds), QUANTILES, axis=0)
         self._lines.write({
             "kind": "processes",
             "step": self._last_step,
             "time": clock.now(),
-            "steps": len(self._own),
-            "own": [[_short(seconds) for seconds in row] for row in quantiles.T],
+            "steps": len(self._own_seconds),
+            "own": [[_rounded(seconds) for seconds in row] for row in quantiles.T],
         })  # fmt: skip
-        self._own.clear()
+        self._own_seconds.clear()
 
 
 def _checked(step: Any, seconds: Any) -> StepPhases:
-    """Returns validated times of a step."""
+    """Returns the validated times of a step. Raises `ValueError` or `TypeError` if they are invalid."""
     times = tuple(map(float, seconds))
-    if type(step) is not int or len(times) != len(PHASES) or not all(0 <= time < _LONGEST for time in times):
-        raise ValueError("no times of a step")
+    if type(step) is not int or len(times) != len(PHASES) or not all(0 <= time < _MAX_PHASE_SECONDS for time in times):
+        raise ValueError("not the times of a step")
     return StepPhases(step, times)
 
 
-def _short(seconds: float) -> float:
-    """Rounds to three digits, as a line may have thousands of numbers."""
+def _rounded(seconds: float) -> float:
+    """Rounds to three digits, because a line may have thousands of numbers."""
     return float(f"{seconds:.3g}")
 
 
-def _line(step: int, seconds: np.ndarray) -> dict[str, Any]:
-    """Returns the record of a step: for each phase that took time, the mean over processes, and the longest time with
-    its process."""
+def _step_record(step: int, seconds: np.ndarray) -> dict[str, Any]:
+    """Returns the record of a step. For each phase that took any time, it has the mean over processes, and the longest
+    time with its process."""
     slowest = seconds.argmax(axis=0).tolist()
     longest = seconds.max(axis=0).tolist()
     means = seconds.mean(axis=0).round(6).tolist()
-    some = [phase for phase, time in enumerate(longest) if time > 0]
+    used_phases = [phase for phase, time in enumerate(longest) if time > 0]
     by_process = {}
-    if 1 < len(seconds) <= MOST_EACH:
-        by_process = {"each": [[_short(time) for time in row] for row in seconds.tolist()]}
+    if 1 < len(seconds) <= MAX_PROCESSES_LISTED:
+        by_process = {"each": [[_rounded(time) for time in row] for row in seconds.tolist()]}
     return {
         "kind": "phases",
         "step": step,
         "time": clock.now(),
         "processes": len(seconds),
-        "mean": {PHASES[phase]: means[phase] for phase in some},
-        "longest": {PHASES[phase]: [longest[phase], slowest[phase]] for phase in some},
+        "mean": {PHASES[phase]: means[phase] for phase in used_phases},
+        "longest": {PHASES[phase]: [longest[phase], slowest[phase]] for phase in used_phases},
         **by_process,
     }

@@ -1,4 +1,4 @@
-"""Measures where the time of each step goes in a process, by the clock of its main thread."""
+"""Measures how the main thread of a process spends the time of each step."""
 
 import threading
 import time
@@ -19,15 +19,15 @@ PHASE_ACTIVITIES = {
     "writing": "writing what one process writes for all",
     "other": "other work on the host",
 }
-"""Phases of a step, each with what the process does in it."""
+"""The phases of a step, and what a process does in each."""
 
 PHASES = tuple(PHASE_ACTIVITIES)
 
 OWN_PHASES = ("data", "host_to_device", "dispatch", "save", "other")
 """Phases in which a process does its own work, and does not wait for others."""
 
-_MOST_WAITING = 256
-"""Limit of steps whose times have not been taken; beyond it only the newest are kept."""
+_MAX_ENDED_STEPS = 256
+"""Maximum number of steps whose times have not been taken yet. If there are more, only the newest are kept."""
 
 
 class StepPhases(NamedTuple):
@@ -45,7 +45,7 @@ class StepTimer:
         self._clock = clock
         self._phase = "other"
         self.restart()
-        self._ended: deque[StepPhases] = deque(maxlen=_MOST_WAITING)
+        self._ended: deque[StepPhases] = deque(maxlen=_MAX_ENDED_STEPS)
         self._lock = threading.Lock()
 
     def restart(self) -> None:
@@ -55,22 +55,22 @@ class StepTimer:
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """Opens a phase for the body of a `with`."""
-        before = self._phase
+        """Within this context, the given phase is open."""
+        previous = self._phase
         self._enter(phase)
         try:
             yield
         finally:
-            self._enter(before)
+            self._enter(previous)
 
     def move(self, seconds: float, source: str, to: str) -> None:
-        """Moves so many seconds from phase `source` to phase `to`, at most what `source` has."""
-        moved = min(max(seconds, 0.0), self._seconds[source])  # clocks of other hosts may have been set meanwhile
+        """Moves up to `seconds` from phase `source` to phase `to`, but no more than `source` has."""
+        moved = min(max(seconds, 0.0), self._seconds[source])  # clocks of other hosts may have been changed meanwhile
         self._seconds[source] -= moved
         self._seconds[to] += moved
 
     def end_step(self, step: int) -> None:
-        """Ends a step, which gets the time since the end of the previous one."""
+        """Ends a step. The time since the end of the previous step is assigned to it."""
         self._enter(self._phase)
         ended = StepPhases(step, tuple(round(self._seconds[phase], 6) for phase in PHASES))
         self._seconds = dict.fromkeys(PHASES, 0.0)
@@ -78,7 +78,7 @@ class StepTimer:
             self._ended.append(ended)
 
     def take(self) -> list[StepPhases]:
-        """Returns the steps that have ended since the last call. From any thread."""
+        """Returns the steps that have ended since the last call. May be called from any thread."""
         with self._lock:
             ended = list(self._ended)
             self._ended.clear()

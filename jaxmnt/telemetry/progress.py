@@ -1,4 +1,4 @@
-"""Progress on the terminal while a run starts and trains, or while a command works."""
+"""Shows progress on the terminal while a run starts and trains, or while a command works."""
 
 import io
 import os
@@ -16,31 +16,31 @@ from jaxmnt.units import duration
 
 
 class StartClock:
-    """Seconds of consecutive laps of a start.
+    """Measures how many seconds each phase takes while a run starts. The phases are consecutive laps.
 
-    With `of_process` the first lap begins when this process was started, else at construction.
+    With `of_process`, the first lap began when this process was started. Otherwise it begins at construction.
     """
 
     def __init__(self, *, of_process: bool = False) -> None:
-        self.seconds: dict[str, float] = {"process": _age()} if of_process else {}
+        self.seconds: dict[str, float] = {"process": _process_age_seconds()} if of_process else {}
         self.began = clock.now() - sum(self.seconds.values())
-        """When the start began, in unix seconds."""
+        """Time at which the run began to start, in Unix seconds."""
         self._last = time.perf_counter()
         self._cache_requests = self._cache_hits = 0
 
     @property
     def elapsed(self) -> float:
-        """Seconds since the start began."""
+        """Seconds since the run began to start."""
         return clock.now() - self.began
 
     def lap(self, phase: str) -> None:
-        """Assigns the time since the last lap to this phase."""
+        """Ends a lap, and assigns the time since the end of the previous one to `phase`."""
         now = time.perf_counter()
         self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self._last
         self._last = now
 
     def watch_compile_cache(self) -> None:
-        """Counts from now on how many programs JAX finds in its compile cache, and how many it compiles."""
+        """Counts, from now on, how many programs JAX finds in its compile cache, and how many it compiles."""
         from jax import monitoring
 
         def count(event: str, **_: object) -> None:
@@ -51,11 +51,11 @@ class StartClock:
 
     @property
     def compile_cache(self) -> dict[str, int]:
-        """Hits and misses of the compile cache."""
+        """Number of hits and misses in the compile cache."""
         return {"hits": self._cache_hits, "misses": self._cache_requests - self._cache_hits}
 
 
-def _age() -> float:
+def _process_age_seconds() -> float:
     """Returns the seconds since this process was started; 0 where the kernel does not report it."""
     try:
         ticks = int(Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[19])
@@ -64,27 +64,28 @@ def _age() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
 
 
-_LIVE_SECONDS = 0.1
-"""Shortest time between two updates on a terminal."""
-_MOMENT_SECONDS = 0.8
-"""Time for which the status of a long phase does not replace another line, beyond `_LIVE_SECONDS`."""
-_PLAIN_SECONDS = 10.0
-"""Shortest time between two updates without a terminal."""
-_SOON_SECONDS = 1.0
-"""Time that a command works before it shows what it does, and between two updates of that."""
-_LONG_SECONDS, _LONG_AGAIN_SECONDS = 2.0, 30.0
-"""Without a terminal: how long a phase lasts before a line about it is printed, and the time until the next line."""
-_WIDEST_BAR = 20
+_MIN_UPDATE_SECONDS = 0.1
+"""Minimum time between two updates on a terminal."""
+_HOLD_SECONDS = 0.8
+"""Time, in addition to `_MIN_UPDATE_SECONDS`, for which a line stays before the status of a long phase replaces it."""
+_MIN_PRINT_SECONDS = 10.0
+"""Minimum time between two updates without a terminal."""
+_WORK_UPDATE_SECONDS = 1.0
+"""Time for which a command works before it shows what it is doing, and the time between two updates of that line."""
+_FIRST_LINE_SECONDS, _NEXT_LINE_SECONDS = 2.0, 30.0
+"""Time for which a phase lasts before a line about it is printed without a terminal, and the time until the next
+line."""
+_MAX_BAR_CELLS = 20
 _WARNING = "WARNING"
 RELAY_MARK = "\x1b[2K"
 """Prefix with which a child process marks lines that its launcher shows in place on its terminal."""
 
 
 class StatusLine:
-    """A status line that is rewritten in place on a terminal, and printed now and then without one."""
+    """A status line that is rewritten in place on a terminal. Without a terminal, it is printed now and then."""
 
     relay_columns: ClassVar[int] = 0
-    """Width that a launcher leaves for the lines of this process on its terminal; 0 without such a terminal."""
+    """Number of columns that a launcher leaves for this process's lines on its terminal; 0 without such a terminal."""
 
     def __init__(self, out: TextIO, *, quiet: bool = False):
         self._out = out
@@ -95,28 +96,28 @@ class StatusLine:
         """True if lines can be rewritten in place on a terminal."""
         may_colour = not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
         self._colour = out.isatty() and may_colour
-        self._next = 0.0
-        self._shown = out.isatty()  # the terminal's current line may hold other text
-        self._phase_seconds, self._phase_due = 0.0, _LONG_SECONDS
+        self._next_update = 0.0
+        self._has_shown_line = out.isatty()  # the current line of the terminal may contain other text
+        self._phase_seconds, self._phase_due = 0.0, _FIRST_LINE_SECONDS
         self._lock = threading.RLock()
 
     @property
     def due(self) -> bool:
-        """True if an update would be shown now; lets the caller skip composing one that would not."""
-        return not self._quiet and time.monotonic() >= self._next
+        """True if an update would be shown now. A caller need not compose an update that would not be shown."""
+        return not self._quiet and time.monotonic() >= self._next_update
 
     def progress(self, step: int, steps: int, parts: Sequence[str]) -> None:
-        """Shows a bar and as many of the first parts as fit the terminal whole."""
+        """Shows a progress bar, followed by those of the first parts that fit on the terminal without being cut."""
         width = self._width
-        cells = min(_WIDEST_BAR, width // 8)
-        shown = f"{bar(step / max(steps, 1), cells)} {step}/{steps}"
+        cells = min(_MAX_BAR_CELLS, width // 8)
+        text = f"{bar(step / max(steps, 1), cells)} {step}/{steps}"
         for part in parts:
-            if len(shown) + 2 + len(part) > width:
+            if len(text) + 2 + len(part) > width:
                 break
-            shown += f"  {part}"
+            text += f"  {part}"
         if self._colour:
-            shown = f"\x1b[36m{shown[:cells]}\x1b[0m{shown[cells:]}"
-        self._show(shown)
+            text = f"\x1b[36m{text[:cells]}\x1b[0m{text[cells:]}"
+        self._show(text)
 
     def update(self, text: str) -> None:
         """Shows `text` if enough time has passed since the last update."""
@@ -126,26 +127,27 @@ class StatusLine:
             self._show(text[: self._width])
         else:
             print(text, file=self._out, flush=True)
-            self._next = time.monotonic() + _PLAIN_SECONDS
+            self._next_update = time.monotonic() + _MIN_PRINT_SECONDS
 
     def waiting(self, phase: str, seconds: float, done: str = "") -> None:
-        """Shows a phase that has lasted so many seconds, and how far it is. A thread calls this about once a second.
+        """Shows a phase that has lasted for `seconds`, and how far it is (`done`). A thread calls this about once a
+        second.
 
-        A terminal shows it each time, unless another line was shown a moment ago. Without a terminal a line is printed
-        when the phase has lasted two seconds, and again every half minute.
+        On a terminal it is shown each time, unless another line was shown a moment ago. Without a terminal, a line is
+        printed when the phase has lasted for two seconds, and then every half minute.
         """
         if self._quiet:
             return
         text = f"{phase}{done and f', {done}'} … {duration(seconds)}"
         if self.live:
-            if time.monotonic() >= self._next + _MOMENT_SECONDS:
+            if time.monotonic() >= self._next_update + _HOLD_SECONDS:
                 self._show(text[: self._width])
             return
-        if seconds < self._phase_seconds:  # another phase
-            self._phase_due = _LONG_SECONDS
+        if seconds < self._phase_seconds:  # another phase has begun
+            self._phase_due = _FIRST_LINE_SECONDS
         self._phase_seconds = seconds
         if seconds >= self._phase_due:
-            self._phase_due = seconds + _LONG_AGAIN_SECONDS
+            self._phase_due = seconds + _NEXT_LINE_SECONDS
             self.line(text)
 
     @property
@@ -156,8 +158,8 @@ class StatusLine:
         with self._lock:
             self._out.write(f"{self._begin}{text}{self._end}")
             self._out.flush()
-            self._shown = True
-        self._next = time.monotonic() + _LIVE_SECONDS
+            self._has_shown_line = True
+        self._next_update = time.monotonic() + _MIN_UPDATE_SECONDS
 
     def line(self, text: str) -> None:
         """Prints a line that stays."""
@@ -172,15 +174,16 @@ class StatusLine:
     def clear(self) -> None:
         """Removes the line that is shown in place."""
         with self._lock:
-            if self._shown:
+            if self._has_shown_line:
                 self._out.write(f"{self._begin}{self._end}")
                 self._out.flush()
-                self._shown = False
+                self._has_shown_line = False
 
 
 @contextmanager
 def status_line(*, quiet: bool = False) -> Iterator[StatusLine]:
-    """Yields a status line on stdout, which is cleared afterwards, also after an error. A quiet one shows nothing."""
+    """Yields a status line on stdout, which is cleared at the end, even after an error. A quiet status line shows
+    nothing."""
     # A process that was started without a stdout has nowhere to show one.
     status = StatusLine(sys.stdout or io.StringIO(), quiet=quiet or sys.stdout is None)
     try:
@@ -190,7 +193,7 @@ def status_line(*, quiet: bool = False) -> Iterator[StatusLine]:
 
 
 class Work:
-    """Shows on the terminal of stderr what a command is doing."""
+    """Shows on a terminal, through stderr, what a command is doing."""
 
     def __init__(self) -> None:
         self._status = StatusLine(sys.stderr or io.StringIO())
@@ -200,7 +203,8 @@ class Work:
         self.does("")
 
     def does(self, text: str) -> None:
-        """Sets the text that is shown from now on, with the seconds since now; an empty text shows nothing."""
+        """Sets the text that is shown from now on, followed by the time since this call. An empty text shows
+        nothing."""
         with self._lock:
             now = time.monotonic()
             # Consecutive short phases count together, as their sum may be long.
@@ -215,21 +219,21 @@ class Work:
         self._status.line(text)
 
     def show(self) -> None:
-        """Shows the text, and `done`, which says how far it is."""
+        """Shows the text, and `done`, which says how far the work is."""
         with self._lock:
             text, now = self._text, time.monotonic()
-            if text and self._status.live and now - self._silent_since >= _SOON_SECONDS:
+            if text and self._status.live and now - self._silent_since >= _WORK_UPDATE_SECONDS:
                 self._status.waiting(text, now - self._since, self.done)
 
 
 @contextmanager
 def working(text: str) -> Iterator[Work]:
-    """Shows on a terminal what the command does in the body of the `with`, first `text`."""
+    """Within this context, shows on a terminal what the command is doing, which is `text` at first."""
     work, end = Work(), threading.Event()
     work.does(text)
 
     def show() -> None:
-        while not end.wait(_SOON_SECONDS):
+        while not end.wait(_WORK_UPDATE_SECONDS):
             work.show()
 
     thread = threading.Thread(target=show, name="what the command does", daemon=True)
@@ -243,16 +247,16 @@ def working(text: str) -> Iterator[Work]:
 
 
 def bar(share: float, cells: int) -> str:
-    """Returns a progress bar of so many cells, filled to `share`."""
+    """Returns a progress bar of `cells` cells, filled to `share` (from 0 to 1)."""
     full = int(share * cells)
     return "█" * full + "░" * (cells - full)
 
 
-Rows = list[tuple[str, ...]]
+TableRows = list[tuple[str, ...]]
 
 
-def table(rows: Rows, right: set[int]) -> list[str]:
-    """Returns lines with aligned columns; columns in `right` are aligned to the right."""
+def table(rows: TableRows, right: set[int]) -> list[str]:
+    """Formats rows of cells as lines with aligned columns. The columns in `right` are aligned to the right."""
     columns = []
     for number, cells in enumerate(zip(*rows, strict=True)):
         width = max(map(len, cells))

@@ -3,15 +3,16 @@
 import math
 from typing import Literal
 
-INTERRUPTIONS_A_DEVICE_HOUR = 419 / (54 * 24 * 16384)
-"""Llama 3's 419 unexpected interruptions in 54 days on 16,384 GPUs (arXiv:2407.21783, section 3.3.4)."""
+INTERRUPTIONS_PER_DEVICE_HOUR = 419 / (54 * 24 * 16384)
+"""Rate of the 419 unexpected interruptions that Llama 3 had in 54 days on 16,384 GPUs (arXiv:2407.21783, section
+3.3.4)."""
 
 
 def best_interval(save_seconds: float, seconds_between_failures: float) -> float:
     """Returns the seconds of work between saves that minimise lost time.
 
-    Daly's higher-order estimate (J. T. Daly, Future Generation Computer Systems 22, 2006, equation 37), which is
-    Young's √(2·cost·M) for a small cost: √(2·cost·M)·(1 + ⅓·√(cost/2M) + ⅑·(cost/2M)) − cost.
+    This is Daly's higher-order estimate (J. T. Daly, Future Generation Computer Systems 22, 2006, equation 37), which
+    approaches Young's √(2·cost·M) for a small cost: √(2·cost·M)·(1 + ⅓·√(cost/2M) + ⅑·(cost/2M)) − cost.
     """
     cost, mean = save_seconds, seconds_between_failures
     if cost >= 2 * mean:
@@ -25,10 +26,11 @@ def seconds_between_failures(
 ) -> tuple[float, Literal["stated", "measured", "assumed"]]:
     """Returns the mean time between failures of a run, and where the number comes from.
 
-    Once this run has failed, its own failures are measured; before, the published failure rate of GPUs is assumed.
+    Once this run has failed, the time is measured from its own failures. Before that, the published failure rate of
+    GPUs is assumed.
     """
     if stated_hours is not None:
         return stated_hours * 3600, "stated"
     if failures > 0 and seconds_running > 0:
         return seconds_running / failures, "measured"
-    return 3600 / (INTERRUPTIONS_A_DEVICE_HOUR * devices), "assumed"
+    return 3600 / (INTERRUPTIONS_PER_DEVICE_HOUR * devices), "assumed"

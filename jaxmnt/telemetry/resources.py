@@ -1,8 +1,8 @@
-"""Resource use of a run on its hosts and devices: memory, GPUs, network. Each process samples its own periodically in a
-thread; process 0 writes one line for all into resources.jsonl.
+"""Records how a run uses the resources of its hosts and devices: memory, GPUs and network. Each process samples its own
+use periodically in a thread, and process 0 writes one line for all of them to resources.jsonl.
 
-A line has the mean, minimum and maximum of each quantity, the latter two with their process. So its length does not
-depend on the number of processes.
+A line has the mean, minimum and maximum of each quantity, the latter two with the process that has it. So the length
+of a line does not depend on the number of processes.
 """
 
 import os
@@ -25,13 +25,14 @@ from jaxmnt.telemetry.slow_devices import Device, SlowDevice, SlowDeviceDetector
 from jaxmnt.telemetry.writer import LineWriter
 
 Sample = dict[str, Any]
-"""`of`: values of each quantity; `throttled`: reasons by index of the GPU; `faults`: descriptions of faults."""
+"""A dict with `of` (the values of each quantity), `throttled` (reasons by the index of the GPU) and `faults`
+(descriptions)."""
 
-_FIRST_SECONDS = 1.0
-"""Seconds before a process takes its first sample."""
-_MOST_FAULTS = 32
-"""Limit of faults that wait to be reported."""
-_QUANTITIES_OF_GPUS = ("clock_mhz", "utilisation", "watts", "celsius")
+_FIRST_SAMPLE_SECONDS = 1.0
+"""Time before a process takes its first sample."""
+_MAX_FAULTS = 32
+"""Maximum number of faults that wait to be reported."""
+_GPU_QUANTITIES = ("clock_mhz", "utilisation", "watts", "celsius")
 
 
 class ResourceSampler:
@@ -40,10 +41,10 @@ class ResourceSampler:
     def __init__(
         self, devices: Sequence[jax.Device], seconds: float, gpus: Callable[[], GpuReader | None] = lambda: None
     ):
-        """`gpus` opens the reader of this process's GPUs; it is called in the thread. It returns None without GPUs."""
+        """`gpus` opens the reader of this process's GPUs, or returns None without GPUs. It is called in the thread."""
         self._devices, self._seconds, self._open_gpus = list(devices), seconds, gpus
         self._gpus: GpuReader | None = None
-        self._before: tuple[float, list[Traffic]] | None = None
+        self._previous_traffic: tuple[float, list[Traffic]] | None = None
         self._newest: Sample | None = None
         self._lock = threading.Lock()
         self._end = threading.Event()
@@ -56,7 +57,7 @@ class ResourceSampler:
         self._end.set()
 
     def take(self) -> Sample | None:
-        """Returns the newest sample, or None if it was taken already. From any thread."""
+        """Returns the newest sample, or None if it was already taken. May be called from any thread."""
         with self._lock:
             newest, self._newest = self._newest, None
         return newest
@@ -66,64 +67,67 @@ class ResourceSampler:
     def _work(self) -> None:
         try:
             self._gpus = self._open_gpus()
-        except Exception as error:  # whatever the bindings raise
+        except Exception as error:  # the bindings may raise anything
             remark(f"note: clocks, power and faults of GPUs are not watched: {error}")
-        pause = min(_FIRST_SECONDS, self._seconds)
+        pause = min(_FIRST_SAMPLE_SECONDS, self._seconds)
         while not self._end.wait(pause):
             pause = self._seconds
             try:
                 sample = self.read()
-            except Exception as error:  # telemetry ends no run
+            except Exception as error:  # telemetry must not end a run
                 remark(f"note: resource use cannot be sampled any more: {summary(error)}")
                 return
             with self._lock:
-                missed = [] if self._newest is None else self._newest["faults"]
-                self._newest = sample | {"faults": [*missed, *sample["faults"]][-_MOST_FAULTS:]}
+                untaken_faults = [] if self._newest is None else self._newest["faults"]
+                self._newest = sample | {"faults": [*untaken_faults, *sample["faults"]][-_MAX_FAULTS:]}
 
     def read(self) -> Sample:
         """Takes one sample."""
-        of: dict[str, list[float]] = {name: [value] for name, value in kernel_counters.host_memory().items()}
+        quantities: dict[str, list[float]] = {name: [value] for name, value in kernel_counters.host_memory().items()}
         all_stats = [device.memory_stats() or {} for device in self._devices]
         for name, field in (("device_bytes", "bytes_in_use"), ("device_peak_bytes", "peak_bytes_in_use")):
-            of[name] = [stats[field] for stats in all_stats if field in stats]
+            quantities[name] = [stats[field] for stats in all_stats if field in stats]
 
         throttled: dict[str, list[str]] = {}
         faults: list[str] = []
         if self._gpus is not None:
             states = self._gpus.read()
-            for name in _QUANTITIES_OF_GPUS:
+            for name in _GPU_QUANTITIES:
                 values = [getattr(state, name) for state in states]
-                of[f"gpu_{name}"] = [] if None in values else values
+                quantities[f"gpu_{name}"] = [] if None in values else values
             throttled = {str(index): state.throttled for index, state in enumerate(states) if state.throttled}
             faults = [f"GPU {index}: {fault}" for index, fault in self._gpus.faults()]
 
-        faults += self._network(of)
-        return {"of": {name: values for name, values in of.items() if values}, "throttled": throttled, "faults": faults}
+        faults += self._add_network_rates(quantities)
+        measured = {name: values for name, values in quantities.items() if values}
+        return {"of": measured, "throttled": throttled, "faults": faults}
 
-    def _network(self, of: dict[str, list[float]]) -> list[str]:
-        """Adds the network rates since the previous sample to `of`. Returns descriptions of new errors."""
+    def _add_network_rates(self, quantities: dict[str, list[float]]) -> list[str]:
+        """Adds the network rates since the previous sample to `quantities`. Returns descriptions of new errors."""
         now = time.monotonic()
         traffic = [kernel_counters.ethernet(), kernel_counters.infiniband()]
-        before, self._before = self._before, (now, traffic)
-        if before is None:
+        previous, self._previous_traffic = self._previous_traffic, (now, traffic)
+        if previous is None:
             return []
-        seconds, faults = now - before[0], []
-        for kind, old, new in zip(("network", "infiniband"), before[1], traffic, strict=True):
-            for which in ("sent", "received"):
-                bytes_now, bytes_then = getattr(new, which), getattr(old, which)
+        seconds = now - previous[0]
+        faults = []
+        for kind, old, new in zip(("network", "infiniband"), previous[1], traffic, strict=True):
+            for direction in ("sent", "received"):
+                bytes_now, bytes_then = getattr(new, direction), getattr(old, direction)
                 # Interfaces may come and go between samples.
-                both = [name for name in bytes_now if name in bytes_then]
-                if both:
-                    moved = sum(max(0, bytes_now[name] - bytes_then[name]) for name in both)
-                    of[f"{kind}_{which}_per_second"] = [moved / seconds]
+                names = [name for name in bytes_now if name in bytes_then]
+                if names:
+                    transferred = sum(max(0, bytes_now[name] - bytes_then[name]) for name in names)
+                    quantities[f"{kind}_{direction}_per_second"] = [transferred / seconds]
             for name, errors in new.errors.items():
-                more = {counter: n - old.errors.get(name, {}).get(counter, n) for counter, n in errors.items()}
-                faults += [f"{name}: {n} more {counter}" for counter, n in more.items() if n > 0]
+                old_errors = old.errors.get(name, {})
+                increases = {counter: number - old_errors.get(counter, number) for counter, number in errors.items()}
+                faults += [f"{name}: {number} more {counter}" for counter, number in increases.items() if number > 0]
         return faults
 
 
 def reader_of_gpus(devices: Sequence[jax.Device]) -> Callable[[], GpuReader | None]:
-    """Returns a function that opens the GPUs of these devices of this process."""
+    """Returns a function that opens the reader of the GPUs behind some devices of this process."""
     if not devices or devices[0].platform != "gpu":
         return lambda: None
     visible = visible_gpus(os.environ, gpus_here())
@@ -143,11 +147,12 @@ class ResourceLog:
         self._findings: list[SlowDevice] = []
         self._faults: list[tuple[int, str]] = []
         self.latest: dict[str, Any] = {}
-        """Quantities of the newest line. Other threads read it."""
+        """The quantities in the newest line. Other threads read this attribute."""
         self._lock = threading.Lock()
 
     def add(self, process: int, sample: Sample, step: int) -> None:
-        """Adds a sample of one process. The line is written when all processes have one, or when one has a second.
+        """Adds a sample from one process. A line is written when all processes have sent one, or when one sends a
+        second.
 
         Raises an exception if the sample is malformed.
         """
@@ -161,7 +166,8 @@ class ResourceLog:
                 self._write(step)
 
     def take_findings(self) -> tuple[list[SlowDevice], list[tuple[int, str]]]:
-        """Returns devices that became slow or recovered, and faults with their process, since the last call."""
+        """Returns the devices that have become slow or recovered, and the faults with their processes, since the last
+        call."""
         with self._lock:
             findings, faults = self._findings, self._faults
             self._findings, self._faults = [], []
@@ -178,9 +184,11 @@ class ResourceLog:
 
     def _write(self, step: int) -> None:
         samples, self._samples = self._samples, {}
-        of = _summary({process: sample["of"] for process, sample in samples.items()})
-        self.latest = of
-        self._lines.write({"kind": "resources", "step": step, "time": clock.now(), "processes": len(samples), "of": of})
+        quantities = _summary({process: sample["of"] for process, sample in samples.items()})
+        self.latest = quantities
+        self._lines.write({
+            "kind": "resources", "step": step, "time": clock.now(), "processes": len(samples), "of": quantities,
+        })  # fmt: skip
         self._findings += self._detector.see_clocks(
             _by_device(samples, "gpu_clock_mhz"),
             _by_device(samples, "gpu_utilisation"),
@@ -193,19 +201,20 @@ class ResourceLog:
 
 
 def _summary(samples: dict[int, dict[str, list[float]]]) -> dict[str, Any]:
-    """Returns the mean of each quantity over all devices or processes, and the extremes with their process."""
+    """Returns the mean of each quantity over all devices or processes, and the minimum and maximum with their
+    processes."""
     summaries = {}
     for name in sorted({name for sample in samples.values() for name in sample}):
         readings = [(value, process) for process, sample in sorted(samples.items()) for value in sample.get(name, [])]
-        least = min(readings)
-        most = max(readings, key=lambda reading: reading[0])
+        minimum = min(readings)
+        maximum = max(readings, key=lambda reading: reading[0])
         mean = statistics.fmean(value for value, _ in readings)
-        summaries[name] = {"mean": float(f"{mean:.6g}"), "min": list(least), "max": list(most)}
+        summaries[name] = {"mean": float(f"{mean:.6g}"), "min": list(minimum), "max": list(maximum)}
     return summaries
 
 
 def _by_device(samples: dict[int, Sample], name: str) -> dict[Device, float]:
-    """Returns a quantity of each device."""
+    """Returns the value of a quantity for each device."""
     return {
         (process, index): value
         for process, sample in samples.items()
@@ -215,6 +224,6 @@ def _by_device(samples: dict[int, Sample], name: str) -> dict[Device, float]:
 
 def _checked(sample: Any) -> Sample:
     """Returns a sample whose entries have the right types. Raises an exception if it is malformed."""
-    of = {str(name): [float(value) for value in values] for name, values in sample["of"].items() if values}
+    quantities = {str(name): [float(value) for value in values] for name, values in sample["of"].items() if values}
     throttled = {str(int(index)): [str(reason) for reason in reasons] for index, reasons in sample["throttled"].items()}
-    return {"of": of, "throttled": throttled, "faults": [str(fault)[:200] for fault in sample["faults"]]}
+    return {"of": quantities, "throttled": throttled, "faults": [str(fault)[:200] for fault in sample["faults"]]}

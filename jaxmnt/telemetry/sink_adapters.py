@@ -1,7 +1,7 @@
 """Sinks for experiment trackers. Each resumes the same run after a restart.
 
-A run that resumes from a checkpoint repeats some steps. Where a tracker requires steps to increase, the step is logged
-as a metric of its own.
+A run that resumes from a checkpoint repeats some steps. If a tracker requires steps to increase, the step is logged as
+a separate metric.
 """
 
 import os
@@ -52,7 +52,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A run of Weights & Biases with our run's id. WANDB_MODE, WANDB_ENTITY and the like apply as usual."""
+    """A Weights & Biases run with our run's id. Variables such as WANDB_MODE and WANDB_ENTITY apply as usual."""
 
     def __init__(self, run: SinkRun):
         import wandb
@@ -64,7 +64,7 @@ class WeightsAndBiases:
             config=run.config,
             dir=str(run.directory),
             resume="allow",
-            # By default a button on its page interrupts the process, which would ask the run to stop.
+            # By default, a button on the page of the run interrupts the process, which would ask the run to stop.
             settings=wandb.Settings(silent=True, console="off", stop_fn=lambda: None),
         )
         self._run.define_metric("step", hidden=True)
@@ -78,7 +78,7 @@ class WeightsAndBiases:
 
 
 class Trackio:
-    """A Trackio run named by our run's id. TRACKIO_DIR and the like apply as usual."""
+    """A Trackio run whose name is our run's id. Variables such as TRACKIO_DIR apply as usual."""
 
     def __init__(self, run: SinkRun):
         import trackio
@@ -95,11 +95,11 @@ class Trackio:
 
 
 class MLflow:
-    """An MLflow run that is found again by its tag. MLFLOW_TRACKING_URI applies as usual."""
+    """An MLflow run, which is found again by its tag. MLFLOW_TRACKING_URI applies as usual."""
 
     _TAG = "jaxmnt.run"
-    _MOST_PARAMETERS = 100
-    """Limit of parameters in one request."""
+    _MAX_PARAMETERS_PER_REQUEST = 100
+    """Maximum number of parameters in one request."""
 
     def __init__(self, run: SinkRun):
         from mlflow import MlflowClient
@@ -109,17 +109,17 @@ class MLflow:
         existing = self._client.get_experiment_by_name(run.project)
         experiment = self._client.create_experiment(run.project) if existing is None else existing.experiment_id
 
-        earlier_runs = self._client.search_runs([experiment], f"tags.`{self._TAG}` = '{run.id}'", max_results=1)
-        if earlier_runs:
-            self._id = earlier_runs[0].info.run_id
+        existing_runs = self._client.search_runs([experiment], f"tags.`{self._TAG}` = '{run.id}'", max_results=1)
+        if existing_runs:
+            self._id = existing_runs[0].info.run_id
             self._client.update_run(self._id, status="RUNNING")
             return
 
         new_run = self._client.create_run(experiment, run_name=run.directory.name, tags={self._TAG: run.id})
         self._id = new_run.info.run_id
         parameters = [Param(key, str(value)[:500]) for key, value in flatten_tree(run.config).items()]
-        for first in range(0, len(parameters), self._MOST_PARAMETERS):
-            self._client.log_batch(self._id, params=parameters[first : first + self._MOST_PARAMETERS])
+        for first in range(0, len(parameters), self._MAX_PARAMETERS_PER_REQUEST):
+            self._client.log_batch(self._id, params=parameters[first : first + self._MAX_PARAMETERS_PER_REQUEST])
 
     def write(self, step: int, time: float, values: dict[str, float]) -> None:
         metrics = [self._metric(name, value, round(1e3 * time), step) for name, value in values.items()]

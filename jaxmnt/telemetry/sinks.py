@@ -1,8 +1,8 @@
-"""Sinks that receive the numbers of a run besides metrics.jsonl: TensorBoard, Weights & Biases, Trackio, MLflow, or a
-class of the user's own. In process 0 only.
+"""Sinks that receive the numbers of a run in addition to metrics.jsonl: TensorBoard, Weights & Biases, Trackio, MLflow,
+or a class of the user's own. They exist only in process 0.
 
-Each sink has its own thread and queue, so a run never waits for one. A sink that fails is reported once and then
-dropped; a sink that blocks loses lines when its queue is full.
+Each sink has its own thread and queue, so a run never waits for a sink. A sink that fails is reported once and then
+dropped. A sink that blocks loses lines when its queue is full.
 """
 
 import importlib
@@ -19,18 +19,18 @@ from jaxmnt.errors import ConfigError, how_to_install, remark, suggest, summary
 from jaxmnt.telemetry.background import BackgroundQueue
 
 _GATHER_SECONDS = 1.0
-"""Seconds for which lines gather before a sink gets them."""
-_CLOSE_SECONDS = 15.0
-"""Seconds for all sinks together to write their pending lines when the run ends."""
+"""Time for which lines gather before a sink gets them."""
+_CLOSE_TIMEOUT_SECONDS = 15.0
+"""Time for all sinks together to write their pending lines when the run ends."""
 
-_LEFT_OUT = frozenset({"kind", "time", "attempt", "step", "batch_digest"})
-_PERFORMANCE = frozenset({
+_OMITTED_FIELDS = frozenset({"kind", "time", "attempt", "step", "batch_digest"})
+_PERFORMANCE_FIELDS = frozenset({
     "tokens_per_second", "padded_tokens_per_second", "step_seconds", "data_wait_seconds", "mfu", "hfu", "seconds",
 })  # fmt: skip
 
 
 class SinkRun(NamedTuple):
-    """Properties of the run that a sink is constructed with."""
+    """Properties of the run, with which a sink is constructed."""
 
     id: str
     """Identifier of the run, which stays the same after a restart."""
@@ -45,7 +45,7 @@ class SinkRun(NamedTuple):
 
 class Sink(Protocol):
     """Interface of a sink class that the config names by its dotted path. All methods are called from one thread, which
-    is not the run's."""
+    is not the main thread of the run."""
 
     def __init__(self, run: SinkRun): ...
 
@@ -56,14 +56,19 @@ class Sink(Protocol):
         """Called once, when the run ends."""
 
 
-_OURS = "jaxmnt.telemetry.sink_adapters"
-_CLASSES = {"tensorboard": "TensorBoard", "wandb": "WeightsAndBiases", "trackio": "Trackio", "mlflow": "MLflow"}
-"""Built-in sinks by name, which is also the name of the package that each needs."""
-_WITH_THREADS = frozenset({*_CLASSES, "tensorboardX", "torch", "gradio_client"})
+_ADAPTERS_MODULE = "jaxmnt.telemetry.sink_adapters"
+_CLASSES = {
+    "tensorboard": "TensorBoard",
+    "wandb": "WeightsAndBiases",
+    "trackio": "Trackio",
+    "mlflow": "MLflow",
+}
+"""The class of each built-in sink, by the sink's name, which is also the name of the package that the sink needs."""
+_PACKAGES_WITH_THREADS = frozenset({*_CLASSES, "tensorboardX", "torch", "gradio_client"})
 
 
 def resolve_sinks(names: Sequence[str] | None) -> list[str]:
-    """Returns the sinks of a config; None stands for TensorBoard if it is installed.
+    """Returns the names of a config's sinks. None stands for TensorBoard if it is installed, or else for no sink.
 
     Raises `ConfigError` for a sink that does not exist or is not installed.
     """
@@ -74,7 +79,7 @@ def resolve_sinks(names: Sequence[str] | None) -> list[str]:
             if not _is_installed(name):
                 raise ConfigError(f"telemetry.sinks: {name} needs a package; {how_to_install(name)}")
         elif "." in name:
-            _import(name)
+            _import_sink(name)
         else:
             raise ConfigError(
                 f"telemetry.sinks: unknown sink {name!r}; {suggest(name, sorted(_CLASSES))}, or give the dotted path "
@@ -85,7 +90,7 @@ def resolve_sinks(names: Sequence[str] | None) -> list[str]:
 
 def packages_of(names: Sequence[str]) -> frozenset[str]:
     """Returns the packages whose threads belong to sinks, so that an exception in one does not end the run."""
-    return _WITH_THREADS | {name.partition(".")[0] for name in names} if names else frozenset()
+    return _PACKAGES_WITH_THREADS | {name.partition(".")[0] for name in names} if names else frozenset()
 
 
 def _is_installed(package: str) -> bool:
@@ -98,7 +103,7 @@ def _is_installed(package: str) -> bool:
     return spec is not None and spec.origin is not None
 
 
-def _import(path: str) -> Callable[[SinkRun], Sink]:
+def _import_sink(path: str) -> Callable[[SinkRun], Sink]:
     """Returns the class at a dotted path. Raises `ConfigError` if there is none."""
     module, _, name = path.rpartition(".")
     try:
@@ -107,7 +112,7 @@ def _import(path: str) -> Callable[[SinkRun], Sink]:
         raise ConfigError(f"telemetry.sinks: {path} cannot be imported: {error}; correct the path") from error
     except AttributeError:
         raise ConfigError(f"telemetry.sinks: {module} has no {name}; correct the path") from None
-    except Exception as error:  # of the user's module
+    except Exception as error:  # the user's module may raise anything
         raise ConfigError(f"telemetry.sinks: {path} cannot be imported: {summary(error)}; correct it") from error
     missing = [method for method in ("write", "close") if not callable(getattr(sink_class, method, None))]
     if missing:
@@ -132,17 +137,17 @@ class Sinks:
             queue.put(record)
 
     def close(self, *, patient: bool = True) -> bool:
-        """Waits until all sinks have written their pending lines, for some seconds at most; for one if not `patient`.
+        """Waits until all sinks have written their pending lines, for up to 15 seconds, or one second if not `patient`.
 
         Returns True if all sinks have ended.
         """
-        deadline = time.monotonic() + (_CLOSE_SECONDS if patient else 1.0)
+        deadline = time.monotonic() + (_CLOSE_TIMEOUT_SECONDS if patient else 1.0)
         all_ended = True
         for queue in self._queues.values():
             queue.end()
         for name, queue in self._queues.items():
             ended = queue.join(max(0.0, deadline - time.monotonic()))
-            waiting, dropped = queue.missing()
+            waiting, dropped = queue.waiting_and_dropped()
             if not ended or dropped:
                 remark(f"note: {name} lacks up to {waiting + dropped} lines: it was too slow to write them")
             all_ended &= ended
@@ -153,12 +158,12 @@ def _feed(name: str, run: SinkRun, records: Iterator[dict[str, Any]]) -> None:
     """Constructs a sink, and passes it the records as they arrive. Runs in the sink's thread."""
     sink: Sink | None = None
     try:
-        sink = _import(f"{_OURS}.{_CLASSES[name]}" if name in _CLASSES else name)(run)
+        sink = _import_sink(f"{_ADAPTERS_MODULE}.{_CLASSES[name]}" if name in _CLASSES else name)(run)
         for record in records:
             sink.write(record["step"], record["time"], scalars(record))
         sink.close()
-    except Exception as error:  # whatever a library raises, the run goes on
-        remark(f"WARNING {name} gets no more of this run: {summary(error)}")
+    except Exception as error:  # the run continues, whatever a library raises
+        remark(f"WARNING {name} gets no more numbers from this run: {summary(error)}")
         with suppress(Exception):  # it has failed already
             if sink is not None:
                 sink.close()
@@ -167,7 +172,8 @@ def _feed(name: str, run: SinkRun, records: Iterator[dict[str, Any]]) -> None:
 
 
 def scalars(record: dict[str, Any]) -> dict[str, float]:
-    """Returns the numbers of a metrics.jsonl record, by names such as train/loss, performance/mfu, eval/SOURCE/loss."""
+    """Returns the numbers in a record of metrics.jsonl, by names such as train/loss, performance/mfu or
+    eval/SOURCE/loss."""
     numbers: dict[str, float] = {}
 
     def add(name: str, value: Any) -> None:
@@ -179,12 +185,14 @@ def scalars(record: dict[str, Any]) -> dict[str, float]:
 
     kind = record["kind"]
     for field, value in record.items():
-        if field in _LEFT_OUT:
+        if field in _OMITTED_FIELDS:
             continue
-        if field == "sources":  # of an evaluation
+        if field == "sources":  # the losses of an evaluation, by source
             add(kind, value)
         elif field in ("model", "epochs"):
             add(field, value)
         else:
-            add(f"performance/{field}" if kind == "train" and field in _PERFORMANCE else f"{kind}/{field}", value)
+            add(
+                f"performance/{field}" if kind == "train" and field in _PERFORMANCE_FIELDS else f"{kind}/{field}", value
+            )
     return numbers

@@ -8,7 +8,7 @@ from typing import BinaryIO
 
 
 def write_stacks(file: BinaryIO | BufferedIOBase) -> None:
-    """Writes the stack of each thread, innermost call first, to a file with a descriptor.
+    """Writes the stack of each thread, innermost call first, to a file, which must have a descriptor.
 
     Source lines are left out, because reading them could hang where the run does. The main thread is written
     separately, since `faulthandler` lists it last and stops after 100 threads.

@@ -1,6 +1,6 @@
-"""Serves the current status of a run over HTTP: for Prometheus, for probes, and for its operators.
+"""Serves the current status of a run over HTTP, for Prometheus, for health checks, and for the operators of the run.
 
-Binds to this host by default. The server is read-only.
+The server is read-only, and listens only on this host by default.
 """
 
 import math
@@ -20,8 +20,8 @@ from jaxmnt.telemetry.stacks import write_stacks
 
 Status = dict[str, Any]
 
-_LOOK_SECONDS = 0.05
-"""Seconds between two checks for shutdown."""
+_POLL_SECONDS = 0.05
+"""Time between two checks for a request to shut down."""
 
 _GAUGES = {
     "step": "The last step whose metrics are known.",
@@ -29,13 +29,13 @@ _GAUGES = {
     "loss": "Mean loss of the last step.",
     "grad_norm": "Global norm of the gradient of the last step.",
     "learning_rate": "Learning rate of the last step.",
-    "tokens_per_second": "Targets that count in the loss, a second.",
-    "padded_tokens_per_second": "All tokens, a second.",
+    "tokens_per_second": "Targets that count in the loss, per second.",
+    "padded_tokens_per_second": "All tokens, per second.",
     "step_seconds": "Seconds of the last step.",
     "data_wait_seconds": "Seconds for which process 0 waited for the input of the last step.",
     "mfu": "Model FLOPs utilisation.",
     "hfu": "Hardware FLOPs utilisation.",
-    "stragglers": "Processes that delay the others, counted once for each phase in which they do.",
+    "stragglers": "Processes that delay the others, counted once for each phase in which they do so.",
     "spent": "What the run has cost over all its starts.",
 }
 _COUNTERS = {"tokens": "Targets trained on.", "bad_steps": "Steps without a finite loss or gradient."}
@@ -43,20 +43,20 @@ _COUNTERS = {"tokens": "Targets trained on.", "bad_steps": "Steps without a fini
 
 @contextmanager
 def serving(host: str, port: int, status: Callable[[], Status]) -> Iterator[str | None]:
-    """Serves /metrics for Prometheus, /status as JSON, /healthz and /stacks in threads of its own.
+    """Serves /metrics for Prometheus, /status as JSON, /healthz and /stacks, in separate threads.
 
     Port 0 picks a free port. `status` is called from other threads. Yields the URL without a path, or None if the
-    address is not available; then a note is shown and the run continues without the server.
+    address is not available. In that case a note is shown, and the run continues without the server.
     """
-    handler = type("Handler", (_Handler,), {"status": staticmethod(status), "only_here": host in LOOPBACK_NAMES})
+    handler = type("Handler", (_Handler,), {"status": staticmethod(status), "is_local_only": host in LOOPBACK_NAMES})
     try:
         server = (LocalServer6 if ":" in host else LocalServer)((host, port), handler)
-    except (OSError, OverflowError, TypeError, ValueError) as error:  # the latter for malformed host names
-        remark(f"note: telemetry.port: {host}:{port} is not available: {error}; the run goes on without it")
+    except (OSError, OverflowError, TypeError, ValueError) as error:  # the last three are for malformed host names
+        remark(f"note: telemetry.port: {host}:{port} is not available: {error}; the run continues without it")
         yield None
         return
     with server:
-        serve = lambda: server.serve_forever(_LOOK_SECONDS)
+        serve = lambda: server.serve_forever(_POLL_SECONDS)
         threading.Thread(target=serve, name="status server", daemon=True).start()
         name = f"[{server.server_name}]" if ":" in server.server_name else server.server_name
         try:
@@ -66,10 +66,11 @@ def serving(host: str, port: int, status: Callable[[], Status]) -> Iterator[str 
 
 
 class _Handler(LocalHandler):
-    """Answers the pages of the status server. A server bound to this host answers only requests that name this host."""
+    """Serves the pages of the status server. A server that listens only on this host answers only requests that name
+    this host."""
 
     status: Callable[[], Status]
-    only_here: bool
+    is_local_only: bool
 
     def respond(self) -> None:
         pages: dict[str, tuple[str, Callable[[], str]]] = {
@@ -79,17 +80,17 @@ class _Handler(LocalHandler):
             "/stacks": ("text/plain", stacks),
         }
         page = pages.get(self.path.partition("?")[0])
-        if self.only_here and not self.asks_for_this_host():
+        if self.is_local_only and not self.asks_for_this_host():
             self.answer(HTTPStatus.FORBIDDEN, "text/plain", "ask for localhost\n")
         elif page is None:
-            self.answer(HTTPStatus.NOT_FOUND, "text/plain", f"there are {', '.join(pages)}\n")
+            self.answer(HTTPStatus.NOT_FOUND, "text/plain", f"the pages are {', '.join(pages)}\n")
         else:
             kind, text_of_page = page
             self.answer(HTTPStatus.OK, kind, text_of_page())
 
 
 def prometheus_text(status: Status) -> str:
-    """Returns the numbers of a status in Prometheus' text format 0.0.4. Unknown numbers are left out."""
+    """Returns the numbers in a status in Prometheus' text format 0.0.4. Unknown numbers are left out."""
     families: list[tuple[str, str, str, Mapping[str, Any]]] = [
         *((name, "gauge", help_text, {"": status.get(name)}) for name, help_text in _GAUGES.items()),
         *((f"{name}_total", "counter", help_text, {"": status.get(name)}) for name, help_text in _COUNTERS.items()),
@@ -110,10 +111,10 @@ def prometheus_text(status: Status) -> str:
 
 
 def _resources(resources: Any) -> dict[str, Any]:
-    """Returns resource use by QUANTITY/STATISTIC, without the processes of the extremes."""
-    plain = lambda value: value[0] if isinstance(value, list) else value
+    """Returns the resource use for each QUANTITY/STATISTIC, without the processes that have the minimum and maximum."""
+    without_process = lambda value: value[0] if isinstance(value, list) else value
     return {
-        f"{quantity}/{statistic}": plain(value)
+        f"{quantity}/{statistic}": without_process(value)
         for quantity, statistics in (resources or {}).items()
         for statistic, value in statistics.items()
     }
@@ -130,7 +131,7 @@ def _labelled(values: dict[str, Any] | None) -> dict[str, Any]:
 
 def stacks() -> str:
     """Returns the stacks of all threads of this process."""
-    # `write_stacks` needs a file with a descriptor. On Linux it is in memory: a container may have no temporary folder.
+    # `write_stacks` needs a file with a descriptor. On Linux it is in memory, as a container may lack a temp folder.
     in_memory = hasattr(os, "memfd_create")
     with os.fdopen(os.memfd_create("stacks"), "w+b") if in_memory else tempfile.TemporaryFile("w+b") as file:
         write_stacks(file)
