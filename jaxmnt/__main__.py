@@ -43,7 +43,7 @@ def _dispatch(arguments: list[str]) -> int:
     if command == "train":
         early_signals.remember()
     if not sys.flags.safe_path:
-        sys.path.insert(0, "")  # as with python -m: dotted paths in a config may name modules in the current folder
+        sys.path.insert(0, "")  # as python -m does, because a config may name modules in this folder
     return int(import_module(COMMANDS[command][0]).main(rest))
 
 

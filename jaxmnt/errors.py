@@ -31,7 +31,7 @@ class ExitCode(IntEnum):
 
 
 class UserError(Exception):
-    """An error that the user can fix. Its text is the whole message."""
+    """An error that the user can fix. Its text is the complete message."""
 
     exit_code = ExitCode.FAILURE
     hosts: Sequence[str] = ()
@@ -104,7 +104,7 @@ def listed(items: Sequence[object], limit: int = 8) -> str:
 
 
 def how_to_install(extra: str) -> str:
-    """Returns the end of an error message: how to install an extra of jaxmnt in a clone, with the README's command."""
+    """Returns the command that installs an extra of jaxmnt in a clone, phrased as the end of an error message."""
     return f'install it with: pip install -c constraints.txt -e ".[{extra}]"'
 
 

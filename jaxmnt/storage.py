@@ -29,7 +29,8 @@ _MAX_CONNECTIONS = 10
 
 
 class UnreachableError(OSError, UserError):
-    """The bucket does not exist, refuses access or does not answer. Only the last may be temporary."""
+    """Raised if the bucket does not exist, refuses access or does not answer. Only the last problem may be
+    temporary."""
 
     def __init__(self, number: int, problem: str, where: str):
         super().__init__(number, problem, where)
@@ -99,7 +100,7 @@ class Address:
             self._blob().delete()
 
     def mkdir(self, parents: bool = False, exist_ok: bool = False) -> None:
-        """Does nothing: a bucket has no directories."""
+        """Does nothing, because a bucket has no directories."""
 
     @property
     def _bucket(self) -> str:
@@ -140,7 +141,7 @@ def path_problem(text: str) -> str | None:
 
 
 def url(path: StoragePath) -> str:
-    """Returns the path in TensorStore's form."""
+    """Returns the path as a URL, which is the form that TensorStore takes."""
     return f"file://{quote(str(path.absolute()))}" if isinstance(path, Path) else f"{SCHEME}{quote(path.url[5:])}"
 
 
@@ -150,7 +151,7 @@ def is_link(path: StoragePath) -> bool:
 
 
 def is_there(path: StoragePath) -> bool:
-    """Returns True if there is anything at this path, even a broken link."""
+    """Returns True if there is anything at this path, including a broken link."""
     return is_link(path) or path.exists()
 
 
@@ -184,7 +185,7 @@ def sizes_of(path: StoragePath, names: Iterable[str]) -> dict[str, int]:
 
 
 NO_FILE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EINVAL, errno.ELOOP, errno.ENAMETOOLONG)
-"""Error numbers that mean the file itself is missing or unusable. Others, such as I/O errors, say nothing about it."""
+"""Error numbers that mean that the file itself is missing or unusable. Others, such as I/O errors, do not mean that."""
 
 
 def read(path: StoragePath) -> bytes:
@@ -228,7 +229,7 @@ def _walk_sizes(path: Path) -> Iterator[tuple[str, int]]:
 
 
 def json_digest(tree: Any) -> str:
-    """Returns the SHA-256 of a tree of plain values, which does not depend on the order of keys."""
+    """Returns the SHA-256 digest of a tree of JSON values. It does not depend on the order of keys."""
     return hashlib.sha256(json.dumps(tree, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 

@@ -48,7 +48,7 @@ class StrangerError(ValueError):
 
 
 def run_key(run_dir: Path, environment: Mapping[str, str] = os.environ) -> bytes:
-    """Returns the key from the environment, else from the run directory, where the first process creates it.
+    """Returns the key from the environment, or else from the run directory, where the first process creates it.
 
     Raises `ConfigError` if there is no key and none can be created. The message never contains the key.
     """

@@ -28,10 +28,14 @@ from jaxmnt.errors import ExitCode, code_of, summary
 _VERDICT_TIMEOUT_SECONDS = 10.0
 """Time for which a process without progress waits for process 0's verdict."""
 _DRAIN_TIMEOUT_SECONDS = 1.0
+"""Time for which process 0 waits, after its verdict, until the others have disconnected."""
 _LOST_PEER_TIMEOUT_SECONDS = 3.0
+"""Time for which other threads wait until the heartbeat's thread has sent a message or has identified a lost peer."""
 _STACKS_TIMEOUT_SECONDS = 1.0
+"""Time for which the heartbeat waits until the stacks are written."""
 _MAX_REASON_CHARACTERS = 10_000
 _MAX_REPORTS = 10_000
+"""Maximum number of reports that are kept until `Heartbeat.take_report` is set."""
 _DISCONNECTED = "disconnected without a message: it was killed, its host was lost, or it called exit"
 _UNKNOWN_MESSAGE = "sent a message that this version does not know; run the same jaxmnt in every process"
 

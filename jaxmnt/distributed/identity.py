@@ -23,7 +23,8 @@ _MAX_PROCESSES = 100_000
 
 @dataclass(frozen=True)
 class Identity:
-    """The number of this process in the run, and how to reach process 0. `coordinator` is None in a single process."""
+    """The number of this process in the run, and how to reach process 0. `coordinator` is None in a single-process
+    run."""
 
     process_id: int = 0
     processes: int = 1

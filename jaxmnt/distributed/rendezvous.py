@@ -1,4 +1,4 @@
-"""The rendezvous: connects all processes over TCP before JAX starts, and names those that are missing or misconfigured.
+"""Connects all processes over TCP before JAX starts, and names those that are missing or misconfigured.
 
 `jax.distributed.initialize` answers every such mistake with the same uncatchable abort. Here process 0 listens on the
 coordinator's own port; each other process proves that it has the run's key, and sends its hello in one line of JSON.

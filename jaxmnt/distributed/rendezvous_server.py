@@ -1,4 +1,4 @@
-"""Process 0's side of the rendezvous: records which processes are connected and what is wrong, and sends the
+"""Process 0's side of the rendezvous. Records which processes are connected and what is wrong, and sends the
 outcome."""
 
 import contextlib

@@ -17,8 +17,8 @@ from jaxmnt.launch.ledger import ABANDONED, BLAMING_EVENTS, EXCEPTION_EVENT, Led
 from jaxmnt.telemetry.events import last_commit
 
 _MAX_UNEXPLAINED_FAILURES, _MAX_FAILURES = 3, 12
-"""Number of consecutive failed starts without a new checkpoint after which a job ends: those without a node to blame,
-and all of them."""
+"""Numbers of consecutive failed starts without a new checkpoint after which a job ends. The first counts only starts
+without a node to blame, and the second counts all."""
 _SLURM_STOPS = ("SIGUSR1", "SIGTERM", "the allocation ends")
 """Reasons for a stop after which a run continues in another allocation. A user's STOP and train.stop_after are not
 among them."""
@@ -55,7 +55,7 @@ def decide_after_start(
     end = next((event for event in reversed(events) if event["kind"] == "end"), None)
     newest = last_commit(ledger.run_dir)
 
-    # Decide what kind of end it was.
+    # Classify the end of the start.
     final = code in (ExitCode.FINISHED, ExitCode.CONFIG) or cancelled
     waited = not final and peers_never_appeared(events)
     stop_requested = any(event["kind"] == ABANDONED and event.get("asked_by") for event in events)

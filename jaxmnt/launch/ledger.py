@@ -28,7 +28,7 @@ from jaxmnt.telemetry.events import (
 )
 
 EXCEPTION_EVENT, TRAINING_EVENT = "failed", "started"
-"""Kinds of the events that record an exception in a process, and that the first step is done."""
+"""Kinds of the events that say that a process has raised an exception, and that the first step is finished."""
 BLAMING_EVENTS = ("peer_lost", "hang", FAILED_START, ABANDONED)
 """Kinds of events that name a host at fault."""
 

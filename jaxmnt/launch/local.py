@@ -60,7 +60,7 @@ such processes."""
 
 
 @dataclass(frozen=True)
-class Local:
+class LocalCommand:
     """The command that each process on this machine runs."""
 
     arguments: list[str]
@@ -74,7 +74,7 @@ class Local:
     """Number of CPU cores of each process; None divides all cores evenly if the processes compute on CPUs."""
 
 
-def launch(local: Local, processes: int, restarts: Restarts) -> int:
+def launch(local: LocalCommand, processes: int, restarts: Restarts) -> int:
     """Runs a config in `processes` processes, and restarts them after failures as `restarts` decides. Returns the exit
     code.
 
@@ -109,7 +109,7 @@ def launch(local: Local, processes: int, restarts: Restarts) -> int:
 class _LocalProcesses:
     """The processes of a run, in one start after the other."""
 
-    def __init__(self, local: Local, log_dir: Path):
+    def __init__(self, local: LocalCommand, log_dir: Path):
         self._local, self._log_dir = local, log_dir
         self._children: list[_Child] = []
         self._run_key = secrets.token_hex(RUN_KEY_BYTES)
@@ -246,7 +246,7 @@ class _Child:
         self._logged_in_place = -math.inf
         columns = max(0, screen.columns - len(_prefix(number)))
         child_arguments = [str(pipe), str(self.log_path.absolute()), str(columns)]
-        # In a session of its own the child gets the terminal's Ctrl-C only once, from us.
+        # In a separate session, the child gets the terminal's Ctrl-C only once, from us.
         self.process = subprocess.Popen(
             [sys.executable, "-m", "jaxmnt.launch.child", *child_arguments, *arguments],
             env=environment,
@@ -296,7 +296,7 @@ class _Child:
     def _pass_on(self, source: IO[str], sink: TextIO | None) -> None:
         """Writes the lines of `source` to the log and to `sink`, which is None if our own stream was closed."""
         is_shown = sink is not None
-        for line in source:  # read to the end, even if log and sink fail: a full pipe would block the process
+        for line in source:  # read to the end, even if log and sink fail, because a full pipe would block it
             if line.startswith(RELAY_MARK):
                 self._show_in_place(line.removeprefix(RELAY_MARK))
                 continue
@@ -374,12 +374,12 @@ def _end_all(children: list[_Child]) -> None:
 
 
 def _wait_for_end(children: list[_Child], seconds: float) -> None:
-    """Waits until all processes have ended, for no longer than `seconds`."""
+    """Waits until all processes have ended, but no longer than `seconds`."""
     _wait(lambda: all(child.code is not None for child in children), seconds)
 
 
 def _wait(is_over: Callable[[], bool], seconds: float) -> None:
-    """Waits until `is_over()` is true, for no longer than `seconds`."""
+    """Waits until `is_over()` is true, but no longer than `seconds`."""
     deadline = time.monotonic() + seconds
     while not is_over() and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)
@@ -451,7 +451,7 @@ def local_run(
     devices: int | None,
     module: tuple[str, ...] = ("jaxmnt.train",),
     parse: Callable[[list[str]], argparse.Namespace] = parse_arguments,
-) -> Local:
+) -> LocalCommand:
     """Returns the command to start. `parse` reads its arguments, which name a config and overrides. They are read here,
     so that a mistake is reported once instead of once per process."""
     from jaxmnt.config import load_config
@@ -465,10 +465,10 @@ def local_run(
     for key in VARIABLES:
         if getattr(config.cluster, key) is not None:
             raise ConfigError(f"cluster.{key}: the launcher sets it for each process; take it out of the config")
-    return Local(train_arguments, config, devices, module)
+    return LocalCommand(train_arguments, config, devices, module)
 
 
-def _log_dir(local: Local) -> Path:
+def _log_dir(local: LocalCommand) -> Path:
     """Creates the folder for the run's logs, and returns its path."""
     log_dir = local.config.run_dir / "logs"
     try:

@@ -23,9 +23,9 @@ class BackgroundQueue:
 
     An item counts as waiting until `work` asks for the next one. The iterator that `work` gets ends after a call of
     `end`, or when no item has arrived for `idle_seconds`. An idle thread lets items gather for `gather_seconds` before
-    it takes them. If items are dropped, all further ones are dropped as well until no item waits. Then `gap` makes an
-    item that stands for the number of dropped items, and that item is delivered. Without `gap`, items are dropped only
-    while the queue is full. Methods may be called from any thread.
+    it takes them. With `gap`, once an item was dropped, all further ones that are not urgent are dropped until no item
+    is waiting. Then `gap` makes an item that stands for the number of dropped items, and that item is delivered.
+    Methods may be called from any thread.
     """
 
     def __init__(

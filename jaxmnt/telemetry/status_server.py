@@ -121,7 +121,7 @@ def _resources(resources: Any) -> dict[str, Any]:
 
 
 def _labelled(values: dict[str, Any] | None) -> dict[str, Any]:
-    """Returns each value by its Prometheus labels: the name, and the statistic that follows a / in it."""
+    """Returns each value by its Prometheus labels, which are its name and the statistic after a / in the name."""
     labelled = {}
     for name, value in sorted((values or {}).items()):
         first, _, second = re.sub(r'[\\"\n]', "", name).partition("/")
