@@ -16,7 +16,7 @@ from jaxmnt.errors import ConfigError
 from jaxmnt.plan.calibration import Calibration, check_fits, read_calibration, summary, to_text
 from jaxmnt.plan.chips import CHIPS
 from jaxmnt.plan.rates import GRADIENT, WITHIN_HOST, Curve, Rates, rates_of
-from jaxmnt.preflight.calibrate import _Sent, calibrate, fit_collective
+from jaxmnt.preflight.calibrate import Measurement, calibrate, fit_collective
 
 H100 = CHIPS["h100"]
 SIZES = (64.0, 256.0, 4096.0)
@@ -42,7 +42,9 @@ def test_a_curve_lies_between_what_was_measured(m, n, k, more):
 
 def sent(start, step, rate, groups=(2, 8)):
     return [
-        _Sent(size - 1, payload * (size - 1) / size, start + step * (size - 1) + payload * (size - 1) / size / rate)
+        Measurement(
+            size - 1, payload * (size - 1) / size, start + step * (size - 1) + payload * (size - 1) / size / rate
+        )
         for size in groups
         for payload in (1 << 14, 1 << 20, 1 << 26)
     ]
@@ -67,7 +69,7 @@ def test_a_step_of_a_known_length_is_taken_from_the_start():
 @pytest.mark.parametrize("difference", [-1e-5, 0.0, 2e-6])
 def test_a_difference_that_is_too_small_makes_nothing_free(difference):
     """Of two loops of half a millisecond: one of the collectives between was as good as not there."""
-    told = [one._replace(unsure=5e-5) for one in sent(1e-4, 0.0, 2e9, groups=(2,))]
+    told = [one._replace(error=5e-5) for one in sent(1e-4, 0.0, 2e9, groups=(2,))]
     start, _, rate = fit_collective([told[0]._replace(seconds=difference), *told[1:]])
     assert 1e-5 < start < 1e-4 and rate == pytest.approx(2e9, rel=0.05)
 
@@ -75,7 +77,7 @@ def test_a_difference_that_is_too_small_makes_nothing_free(difference):
 @given(st.lists(st.floats(1e-6, 1.0), min_size=3, max_size=3))
 def test_nothing_is_below_zero(seconds):
     """Whatever was measured, also when more bytes took less time."""
-    told = [_Sent(1, payload, took) for payload, took in zip((1e4, 1e6, 1e8), seconds, strict=True)]
+    told = [Measurement(1, payload, took) for payload, took in zip((1e4, 1e6, 1e8), seconds, strict=True)]
     start, step, rate = fit_collective(told)
     assert start >= 0 and step == 0 and rate > 0  # with one size of groups, nothing is known of a step
 
@@ -149,12 +151,12 @@ def test_devices_are_measured(tmp_path):
 
     little = ON_CPU._replace(
         products=(("float32", (16, 64)),),
-        most_flops=1e6,
-        least_flops=1e6,
+        max_product_flops=1e6,
+        min_program_flops=1e6,
         payloads=(1 << 12, 1 << 14),
-        layers=((256, 64, 96),),
-        work=16,
-        temporary=1 << 26,
+        layer_shapes=((256, 64, 96),),
+        work_width=16,
+        temporary_bytes=1 << 26,
     )
     found = calibrate(Identity(process_id=0, processes=1, coordinator=None), "2026-01-01", little)
     assert found is not None and found.devices == jax.device_count() and found.hosts == 1

@@ -138,7 +138,7 @@ def test_two_hosts_that_differ_are_compared_with_the_first():
 )  # fmt: skip
 def test_the_interface_that_nccl_takes(wanted, name):
     cards = [Card(one, 1000, "10.0.0.1") for one in ("docker0", "eth0", "eth1", "ib0", "lo")]
-    chosen = network.chosen_by_nccl(cards, wanted)
+    chosen = network.select_nccl_card(cards, wanted)
     assert (chosen and chosen.name) == name
 
 
@@ -181,7 +181,7 @@ def test_what_nvml_tells_of_a_host(monkeypatch):
     assert told["links"] == {"GPU 0": 2, "GPU 1": 2}
     nvml.supported = False
     assert {one["uncorrected_errors"] for one in own.gpu_facts(nvml)["gpus"]} == {0}
-    monkeypatch.setattr(own, "_ours", lambda pid: pid == os.getpid())
+    monkeypatch.setattr(own, "_belongs_to_preflight", lambda pid: pid == os.getpid())
     assert own.gpu_facts(nvml)["strangers"] == [f"{10**8 + 1} other"]
 
 
@@ -206,7 +206,7 @@ def test_what_nccl_says_it_uses(tmp_path):
 
 @given(st.integers(2, 17))
 def test_in_a_tournament_each_two_meet_once_and_nobody_plays_twice_a_round(hosts):
-    rounds = links._tournament(hosts)
+    rounds = links._pair_rounds(hosts)
     pairs = [pair for one in rounds for pair in one]
     assert len(set(pairs)) == len(pairs) == hosts * (hosts - 1) // 2
     for one in rounds:

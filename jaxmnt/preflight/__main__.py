@@ -1,4 +1,4 @@
-"""Implements the command that checks the hosts of a run: see `arguments.py` for its help."""
+"""Implements the command that checks the hosts of a run. Its help text is in `arguments.py`."""
 
 import sys
 from argparse import Namespace
@@ -13,7 +13,7 @@ from jaxmnt.distributed.identity import Identity, identify, survey
 from jaxmnt.errors import ConfigError, ExitCode, UserError, report
 from jaxmnt.output import final_exit_code
 from jaxmnt.preflight.arguments import parse_arguments
-from jaxmnt.preflight.table import Row, failed, failures, table, to_json
+from jaxmnt.preflight.table import Row, failed_row, failures, table, to_json
 from jaxmnt.strict_json import json_text
 from jaxmnt.telemetry.progress import Work, working
 
@@ -33,12 +33,13 @@ def main(arguments: list[str]) -> int:
 
 
 def _check(config: Config, options: Namespace, identity: Identity, work: Work) -> int:
+    """Joins the other processes, runs all checks and reports their results. Returns the exit code."""
     prepare(config)
 
     from jaxmnt.data.sources import open_sources
     from jaxmnt.distributed.process_group import joined
     from jaxmnt.distributed.termination import ExitHandler
-    from jaxmnt.preflight.checks import all_rows
+    from jaxmnt.preflight.checks import run_all_checks
     from jaxmnt.preflight.links import configure_nccl_logs
     from jaxmnt.run.compile_cache import cache_single_cpu_programs_only
 
@@ -48,30 +49,30 @@ def _check(config: Config, options: Namespace, identity: Identity, work: Work) -
     if nccl_logs is not None:
         configure_nccl_logs(nccl_logs)
 
-    def run() -> int:
+    def check() -> int:
         try:
             with ExitStack() as stack:
-                # The status line is cleared at the end, and also if the process is ended from another thread.
+                # The status line is cleared at the end, even if another thread ends the process.
                 stack.callback(work.does, "")
                 stack.enter_context(exit_handler.with_hook(lambda _: work.does("")))
                 heartbeat = stack.enter_context(
                     joined(identity, config, exit_handler, lambda: open_sources(config.data).digest)
                 )
                 work.does("checking" if identity.process_id == 0 else "")
-                rows = all_rows(config, identity, heartbeat, nccl_logs, options.calibrate)
+                rows = run_all_checks(config, identity, heartbeat, nccl_logs, options.calibrate)
         except UserError as error:
             if identity.process_id == 0 and options.json:
-                print(to_json([failed("roll call", identity.label or "this host", str(error), "")]), flush=True)
+                print(to_json([failed_row("roll call", identity.label or "this host", str(error), "")]), flush=True)
             raise
         return _report_rows(rows, identity, as_json=options.json)
 
     return exit_handler.finish(
-        final_exit_code(report(run, debug=options.debug, where=identity.label)), at_once=not identity.alone
+        final_exit_code(report(check, debug=options.debug, where=identity.label)), at_once=not identity.alone
     )
 
 
 def _report_rows(rows: list[Row], identity: Identity, *, as_json: bool) -> int:
-    """Prints the rows in process 0. Returns the exit code."""
+    """Prints the rows, in process 0 only. Returns the exit code."""
     failed_rows = failures(rows)
     if identity.process_id == 0:
         print(to_json(rows) if as_json else table(rows), flush=True)
@@ -84,7 +85,7 @@ def _report_rows(rows: list[Row], identity: Identity, *, as_json: bool) -> int:
 
 
 def explain(cluster: Cluster, *, as_json: bool = False) -> int:
-    """Prints which process this is, and why."""
+    """Prints which process of the run this one would be, and the variables that determine it."""
     result = survey(cluster)
     identity = result.identity
     devices = "all that it sees" if identity.local_devices is None else ", ".join(map(str, identity.local_devices))

@@ -1,4 +1,4 @@
-"""Runs all checks, in order."""
+"""Runs all checks of a preflight, in order."""
 
 import time
 from pathlib import Path
@@ -14,15 +14,16 @@ from jaxmnt.preflight.compare import broadcast_rows, process_hosts, quick_checks
 from jaxmnt.preflight.directory import room_rows, write_rate_rows
 from jaxmnt.preflight.facts import exchange_facts, quick_facts, thorough_facts
 from jaxmnt.preflight.network import megabits
-from jaxmnt.preflight.table import Row, describe_hosts, failures, good
+from jaxmnt.preflight.table import Row, describe_hosts, failures, ok_row
 
 
-def all_rows(
+def run_all_checks(
     config: Config, identity: Identity, heartbeat: Heartbeat, nccl_logs: Path | None, calibration: Path | None
 ) -> list[Row]:
-    """Makes every check, and returns the rows in all processes.
+    """Runs every check. All processes take part, and each gets the rows of all checks.
 
-    NCCL writes its logs to `nccl_logs`; measured rates are written to `calibration`.
+    `nccl_logs` is the folder to which NCCL writes its logs, and `calibration` the file for measured rates. Each
+    may be None: then NCCL writes no logs, or no rates are measured.
     """
     own_facts = thorough_facts()  # before JAX uses the GPUs
     all_facts = exchange_facts("everything about the hosts", own_facts | quick_facts(heartbeat.clock), identity)
@@ -48,7 +49,7 @@ def all_rows(
 
 
 def _calibration_rows(path: Path, identity: Identity) -> list[Row]:
-    """Measures rates in all processes. Process 0 writes the file and gets the row."""
+    """Measures rates in all processes. Process 0 writes them to a file and gets the row."""
     from jaxmnt.plan.calibration import summary, to_text
     from jaxmnt.preflight.calibrate import calibrate
 
@@ -56,15 +57,15 @@ def _calibration_rows(path: Path, identity: Identity) -> list[Row]:
     if calibration is None:
         return []
     write_file(path, to_text(calibration))
-    return [good("calibration", f"all {calibration.devices} devices", f"{summary(calibration)}; written to {path}")]
+    return [ok_row("calibration", f"all {calibration.devices} devices", f"{summary(calibration)}; written to {path}")]
 
 
 def _rendezvous_rows(identity: Identity, where: str) -> list[Row]:
-    """Returns the rows for the checks that the rendezvous has passed."""
+    """Returns rows for what the rendezvous has checked. Only process 0 of several gets them."""
     if identity.process_id != 0 or identity.alone:
         return []
-    reached = f"{identity.coordinator} was reached by all {identity.processes} processes"
+    finding = f"{identity.coordinator} was reached by all {identity.processes} processes"
     return [
-        good("coordinator", where, reached),
-        good("software, config, data", where, "the same in all processes"),
+        ok_row("coordinator", where, finding),
+        ok_row("software, config, data", where, "the same in all processes"),
     ]

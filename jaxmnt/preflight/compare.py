@@ -1,4 +1,4 @@
-"""Compares the facts of all hosts and reports problems, in preflight and at each start of a run."""
+"""Compares the facts of all hosts and reports problems, in a preflight and at each start of a run."""
 
 import statistics
 from collections import Counter
@@ -12,220 +12,242 @@ from jaxmnt.errors import PreflightError
 from jaxmnt.preflight.directory import shared_rows
 from jaxmnt.preflight.facts import Facts, exchange_facts, quick_facts
 from jaxmnt.preflight.network import Card, active_ports, cards_of, nccl_card
-from jaxmnt.preflight.table import Row, describe_hosts, failed, failures, from_json, good, to_json, warning
+from jaxmnt.preflight.table import Row, describe_hosts, failed_row, failures, from_json, ok_row, to_json, warning_row
 from jaxmnt.units import size
 
-CLOCK_SECONDS = 1.0
-"""Most seconds that clocks may differ: they determine the order of events of several hosts."""
-_SHM_BYTES = 1 << 30
+MAX_CLOCK_DIFFERENCE_SECONDS = 1.0
+"""Maximum difference between clocks. It is limited because clocks determine the order of events on several hosts."""
+_MIN_SHM_BYTES = 1 << 30
 _SHM_ADVICE = "NCCL talks through it: enlarge it, or clear it"
 _DEVICES_ADVICE = "see what the launcher gave each task, and CUDA_VISIBLE_DEVICES"
 _IMAGE_ADVICE = "start all from one image"
-_MEMORY_SHARE = 0.2
-_HOT_CELSIUS = 85
+_MIN_AVAILABLE_MEMORY_SHARE = 0.2
+_MAX_CELSIUS = 85
 
 
 def quick_rows(all_facts: Sequence[Facts]) -> list[Row]:
-    """Returns the rows for the checks of each start of a run. The facts are in order of processes."""
+    """Compares the facts that matter at each start of a run. `all_facts` are in the order of the processes."""
     return [
-        *_alike(all_facts, "device kind", "kind", failed, "a mesh needs devices of one kind"),
-        *_alike(all_facts, "devices per process", "devices", failed, _DEVICES_ADVICE),
-        *_clocks(all_facts),
+        *_compare_fact(all_facts, "device kind", "kind", failed_row, "a mesh needs devices of one kind"),
+        *_compare_fact(all_facts, "devices per process", "devices", failed_row, _DEVICES_ADVICE),
+        *_compare_clocks(all_facts),
     ]
 
 
 def thorough_rows(all_facts: Sequence[Facts]) -> list[Row]:
-    """Returns the rows for the checks that only preflight makes."""
+    """Compares the facts that only a preflight collects. `all_facts` are in the order of the processes."""
     return [
-        *_alike(all_facts, "python", "python", warning, _IMAGE_ADVICE),
-        *_alike(all_facts, "packages", "environment", warning, _IMAGE_ADVICE),
-        *_images(all_facts),
-        *_alike(all_facts, "cores", "cores", warning, "use hosts of one kind, or the slowest sets the pace"),
-        *_memory(all_facts),
-        *_nics(all_facts),
-        *_fabric(all_facts),
-        *_gpus(all_facts),
+        *_compare_fact(all_facts, "python", "python", warning_row, _IMAGE_ADVICE),
+        *_compare_fact(all_facts, "packages", "environment", warning_row, _IMAGE_ADVICE),
+        *_compare_images(all_facts),
+        *_compare_fact(all_facts, "cores", "cores", warning_row, "use hosts of one kind, or the slowest sets the pace"),
+        *_check_memory(all_facts),
+        *_check_interfaces(all_facts),
+        *_check_fabric(all_facts),
+        *_check_gpus(all_facts),
     ]
 
 
-def _hosts(all_facts: Sequence[Facts]) -> list[Facts]:
-    """Returns the facts of the first process of each host."""
+def _facts_of_hosts(all_facts: Sequence[Facts]) -> list[Facts]:
+    """Returns the facts of the first process on each host."""
     return list({facts["host"]: facts for facts in reversed(all_facts)}.values())[::-1]
 
 
 def process_hosts(all_facts: Sequence[Facts]) -> list[str]:
-    """Returns the host name of each process."""
+    """Returns the host name of each process, in the order of `all_facts`."""
     return [facts["host"] for facts in all_facts]
 
 
-Judge = Callable[[str, str, str, str], Row]
+RowMaker = Callable[[str, str, str, str], Row]
+"""`warning_row` or `failed_row`."""
 
 
-def _alike(all_facts: Sequence[Facts], check: str, fact: str, judge: Judge, advice: str) -> list[Row]:
-    """Returns a row for each host whose `fact` differs from the most frequent one, or one good row if none does."""
+def _compare_fact(all_facts: Sequence[Facts], check: str, fact: str, make_row: RowMaker, advice: str) -> list[Row]:
+    """Returns a row by `make_row` for each host whose `fact` is not the usual one, or a single row if all agree."""
     counts = Counter(facts[fact] for facts in all_facts)
-    usual = max(counts, key=lambda value: (counts[value], value == all_facts[0][fact]))
-    unusual = {facts["host"]: facts[fact] for facts in all_facts if facts[fact] != usual}
-    if not unusual:
-        return [good(check, describe_hosts(process_hosts(all_facts)), str(usual))]
-    return [judge(check, host, f"{value}, elsewhere {usual}", advice) for host, value in unusual.items()]
+    usual_fact = max(counts, key=lambda value: (counts[value], value == all_facts[0][fact]))
+    unusual_facts = {facts["host"]: facts[fact] for facts in all_facts if facts[fact] != usual_fact}
+    if not unusual_facts:
+        return [ok_row(check, describe_hosts(process_hosts(all_facts)), str(usual_fact))]
+    return [make_row(check, host, f"{value}, elsewhere {usual_fact}", advice) for host, value in unusual_facts.items()]
 
 
-def _clocks(all_facts: Sequence[Facts]) -> list[Row]:
+def _compare_clocks(all_facts: Sequence[Facts]) -> list[Row]:
     """Returns a row for each host whose clock certainly differs from process 0's.
 
     If most hosts differ, process 0's clock is wrong, and it gets the only row.
     """
-    offsets, widest = {}, 0.0
+    offsets = {}
+    widest_interval = 0.0
     for facts in all_facts:
-        least, most = facts["clock"]
-        widest = max(widest, most - least)
-        if least > CLOCK_SECONDS or most < -CLOCK_SECONDS:
-            offsets[facts["host"]] = least if least > 0 else most
+        lower, upper = facts["clock"]
+        widest_interval = max(widest_interval, upper - lower)
+        if lower > MAX_CLOCK_DIFFERENCE_SECONDS or upper < -MAX_CLOCK_DIFFERENCE_SECONDS:
+            offsets[facts["host"]] = lower if lower > 0 else upper
     if not offsets:
-        return [good("clocks", describe_hosts(process_hosts(all_facts)), f"within {max(CLOCK_SECONDS, widest):.1f} s")]
-    if 2 * len(offsets) > len(_hosts(all_facts)):
+        return [
+            ok_row(
+                "clocks",
+                describe_hosts(process_hosts(all_facts)),
+                f"within {max(MAX_CLOCK_DIFFERENCE_SECONDS, widest_interval):.1f} s",
+            )
+        ]
+    if 2 * len(offsets) > len(_facts_of_hosts(all_facts)):
         offsets = {all_facts[0]["host"]: -statistics.median(offsets.values())}
     advice = "start chrony or ntpd there, and look at its state"
     return [
-        failed("clocks", host, f"{abs(offset):.1f} s {'ahead of' if offset > 0 else 'behind'} the others", advice)
+        failed_row("clocks", host, f"{abs(offset):.1f} s {'ahead of' if offset > 0 else 'behind'} the others", advice)
         for host, offset in offsets.items()
     ]
 
 
-def _images(all_facts: Sequence[Facts]) -> list[Row]:
-    """Compares the digests of container images (JAXMNT_IMAGE); returns no row if no process has one."""
+def _compare_images(all_facts: Sequence[Facts]) -> list[Row]:
+    """Compares the digests of container images (JAXMNT_IMAGE). Returns no row if the variable is set in no process."""
     if not any(facts["image"] for facts in all_facts):
         return []
     images = [facts | {"image": facts["image"] or "not told"} for facts in all_facts]
-    return _alike(images, "image", "image", warning, _IMAGE_ADVICE)
+    return _compare_fact(images, "image", "image", warning_row, _IMAGE_ADVICE)
 
 
-def _memory(all_facts: Sequence[Facts]) -> list[Row]:
+def _check_memory(all_facts: Sequence[Facts]) -> list[Row]:
+    """Checks that each host has enough free memory and shared memory."""
     rows = []
-    for facts in _hosts(all_facts):
+    for facts in _facts_of_hosts(all_facts):
         host = facts["host"]
         total, free = facts["memory"]["all"], facts["memory"]["free"]
-        if total and free < _MEMORY_SHARE * total:
+        if total and free < _MIN_AVAILABLE_MEMORY_SHARE * total:
             finding = f"{size(free)} of {size(total)} are available"
-            rows.append(warning("host memory", host, finding, "see what else runs there"))
-        if facts["shm"] < _SHM_BYTES:
-            rows.append(warning("shared memory", host, f"{size(facts['shm'])} are free in /dev/shm", _SHM_ADVICE))
+            rows.append(warning_row("host memory", host, finding, "see what else runs there"))
+        if facts["shm"] < _MIN_SHM_BYTES:
+            rows.append(warning_row("shared memory", host, f"{size(facts['shm'])} are free in /dev/shm", _SHM_ADVICE))
     least = min(facts["memory"]["free"] for facts in all_facts)
-    return rows or [good("host memory", describe_hosts(process_hosts(all_facts)), f"{size(least)} available at least")]
+    return rows or [
+        ok_row("host memory", describe_hosts(process_hosts(all_facts)), f"{size(least)} available at least")
+    ]
 
 
-def _nics(all_facts: Sequence[Facts]) -> list[Row]:
+def _check_interfaces(all_facts: Sequence[Facts]) -> list[Row]:
     """Compares the network interface that NCCL would use on each host with the best one there."""
-    rows, speeds, names = [], [], []
-    hosts = _hosts(all_facts)
+    rows: list[Row] = []
+    speed_facts: list[Facts] = []
+    card_names: list[str] = []
+    hosts = _facts_of_hosts(all_facts)
     for facts in hosts:
         ifname, card = nccl_card(facts)
-        usable = [card for card in cards_of(facts) if card.for_runs]
+        usable = [card for card in cards_of(facts) if card.may_connect_hosts]
         best = max(usable, key=lambda card: (card.megabits, card.default), default=None)
-        judge, finding = warning, ""
+        make_row: RowMaker = warning_row
+        finding = ""
         advice = f"set NCCL_SOCKET_IFNAME={best.name}" if best else "give the host a network"
         if card is None and ifname and facts["platform"] == "gpu":
-            judge, finding = failed, f"NCCL_SOCKET_IFNAME={ifname} matches no interface there"
+            make_row = failed_row
+            finding = f"NCCL_SOCKET_IFNAME={ifname} matches no interface there"
             advice = f"set it to {best.name}" if best else "correct it"
-        elif len(hosts) > 1 and (card is None or not card.for_runs):
+        elif len(hosts) > 1 and (card is None or not card.may_connect_hosts):
             finding = f"NCCL would use {card.name if card else 'no interface'}, which reaches no other host"
         elif card and best and card.megabits and best.megabits > 2 * card.megabits:
-            finding = f"NCCL would use {card.name} with {_rate(card)}, and {best.name} has {_rate(best)}"
+            finding = f"NCCL would use {card.name} with {_speed_text(card)}, and {best.name} has {_speed_text(best)}"
         if finding:
-            rows.append(judge("network interface", facts["host"], finding, advice))
-        speeds.append(facts | {"speed": _rate(card) if card else "no interface"})
-        names += [card.name] if card else []
-    rows = rows or [good("network interface", describe_hosts(process_hosts(hosts)), next(iter(names), "none"))]
-    return rows + _alike(speeds, "network speed", "speed", warning, "look at its link and its switch port")
+            rows.append(make_row("network interface", facts["host"], finding, advice))
+        speed_facts.append(facts | {"speed": _speed_text(card) if card else "no interface"})
+        card_names += [card.name] if card else []
+    rows = rows or [ok_row("network interface", describe_hosts(process_hosts(hosts)), next(iter(card_names), "none"))]
+    return rows + _compare_fact(
+        speed_facts, "network speed", "speed", warning_row, "look at its link and its switch port"
+    )
 
 
-def _rate(card: Card) -> str:
+def _speed_text(card: Card) -> str:
+    """Returns the speed of a card, for a message."""
     return f"{card.megabits / 1000:g} Gbit/s" if card.megabits else "an unknown speed"
 
 
-def _fabric(all_facts: Sequence[Facts]) -> list[Row]:
-    """Checks the ports of InfiniBand or RoCE adapters; returns no row if no host has one."""
+def _check_fabric(all_facts: Sequence[Facts]) -> list[Row]:
+    """Checks the ports of InfiniBand or RoCE adapters. Returns no row if no host has such an adapter."""
     if not any(facts["fabric"] for facts in all_facts):
         return []
-    rows, described = [], []
-    hosts = _hosts(all_facts)
+    rows: list[Row] = []
+    port_facts: list[Facts] = []
+    hosts = _facts_of_hosts(all_facts)
     # A port that is inactive on most hosts is not meant to be used.
-    in_use = Counter(port["name"] for facts in hosts for port in active_ports(facts))
+    active_counts = Counter(port["name"] for facts in hosts for port in active_ports(facts))
     for facts in hosts:
         active = active_ports(facts)
         for port in facts["fabric"]:
             where = f"{facts['host']} {port['name']}"
-            if port not in active and 2 * in_use[port["name"]] >= len(hosts):
+            if port not in active and 2 * active_counts[port["name"]] >= len(hosts):
                 rows.append(
-                    failed("fabric", where, f"its state is {port['state']}", "look at the cable and the switch")
+                    failed_row("fabric", where, f"its state is {port['state']}", "look at the cable and the switch")
                 )
             elif port in active and port["errors"]:
-                counted = ", ".join(f"{name} {count}" for name, count in sorted(port["errors"].items()))
-                rows.append(warning("fabric", where, counted, "if they grow, look at the cable"))
-        ports = sorted(f"{port['layer']} {port['gigabits']:g} Gbit/s" for port in active)
-        described.append(facts | {"ports": ", ".join(ports)})
-    return rows + _alike(described, "fabric ports", "ports", failed, "look at its adapters and links")
+                error_counts = ", ".join(f"{name} {count}" for name, count in sorted(port["errors"].items()))
+                rows.append(warning_row("fabric", where, error_counts, "if they grow, look at the cable"))
+        port_texts = sorted(f"{port['layer']} {port['gigabits']:g} Gbit/s" for port in active)
+        port_facts.append(facts | {"ports": ", ".join(port_texts)})
+    return rows + _compare_fact(port_facts, "fabric ports", "ports", failed_row, "look at its adapters and links")
 
 
-def _gpus(all_facts: Sequence[Facts]) -> list[Row]:
-    """Checks NVML's facts about GPUs; returns no row if no host has a GPU."""
-    most_links = max((links for facts in all_facts for links in facts["links"].values()), default=0)
-    rows = [row for facts in _hosts(all_facts) for row in _gpus_of_host(facts, most_links)]
+def _check_gpus(all_facts: Sequence[Facts]) -> list[Row]:
+    """Checks the facts about GPUs that NVML reports. Returns no row if no host has a GPU."""
+    max_links = max((links for facts in all_facts for links in facts["links"].values()), default=0)
+    rows = [row for facts in _facts_of_hosts(all_facts) for row in _check_gpus_of_host(facts, max_links)]
     if rows or not any(facts["gpus"] for facts in all_facts):
         return rows
     return [
-        good(
+        ok_row(
             "GPUs", describe_hosts(process_hosts(all_facts)), "no memory errors, no throttling, nobody else's processes"
         )
     ]
 
 
-def _gpus_of_host(facts: Facts, most_links: int) -> Iterator[Row]:
+def _check_gpus_of_host(facts: Facts, max_links: int) -> Iterator[Row]:
+    """Yields a row for each problem of the GPUs of a host. `max_links` is the largest number of NVLinks of any GPU."""
     host = facts["host"]
     for gpu in facts["gpus"]:
         where = f"{host} GPU {gpu['index']}"
         if gpu["uncorrected_errors"]:
             finding = f"{gpu['uncorrected_errors']} uncorrected memory errors"
-            yield failed("GPU memory", where, finding, "drain the host; a reset may clear them")
+            yield failed_row("GPU memory", where, finding, "drain the host; a reset may clear them")
         if gpu["throttled"]:
             finding = f"its clocks are kept down by {', '.join(gpu['throttled'])}"
-            yield failed("GPU clocks", where, finding, "look at power and cooling")
-        if gpu["celsius"] > _HOT_CELSIUS:
-            yield warning("GPU heat", where, f"{gpu['celsius']} °C", "look at cooling")
+            yield failed_row("GPU clocks", where, finding, "look at power and cooling")
+        if gpu["celsius"] > _MAX_CELSIUS:
+            yield warning_row("GPU heat", where, f"{gpu['celsius']} °C", "look at cooling")
     if facts["strangers"]:
-        yield failed("GPUs in use", host, f"by {', '.join(facts['strangers'][:4])}", "end them, or leave the host out")
+        yield failed_row(
+            "GPUs in use", host, f"by {', '.join(facts['strangers'][:4])}", "end them, or leave the host out"
+        )
     for xid in facts["xids"]:
-        yield warning("GPU errors", f"{host} {xid}", "since the driver was started", "look at the kernel's log")
+        yield warning_row("GPU errors", f"{host} {xid}", "since the driver was started", "look at the kernel's log")
     for gpu, links in sorted(facts["links"].items()):
-        if links < most_links:
-            finding = f"{links} links are active, elsewhere {most_links}"
-            yield failed("NVLink", f"{host} {gpu}", finding, "drain the host and have it repaired")
+        if links < max_links:
+            finding = f"{links} links are active, elsewhere {max_links}"
+            yield failed_row("NVLink", f"{host} {gpu}", finding, "drain the host and have it repaired")
     if facts["platform"] == "gpu" and not facts["gpus"]:
-        yield warning("GPUs", host, "NVML reports no GPU there", "look at nvidia-smi, and install nvidia-ml-py")
+        yield warning_row("GPUs", host, "NVML reports no GPU there", "look at nvidia-smi, and install nvidia-ml-py")
 
 
 def check_hosts(config: Config, identity: Identity, clock: tuple[float, float]) -> None:
     """Compares devices and clocks, and checks that all processes share the run directory.
 
-    `clock` has the lower and the upper bound, in seconds, of how far this process's clock is ahead of process 0's.
-    Raises `PreflightError` in all processes, naming the host, if a check fails. Takes well under a second, in addition
+    `clock` holds a lower and an upper bound, in seconds, on how far this process's clock is ahead of process 0's. If a
+    check fails, raises a `PreflightError` that names the host, in all processes. Takes well under a second, in addition
     to the time that JAX needs to find its devices.
     """
-    own_facts = quick_facts(clock)  # raises its errors in a single process, too
+    own_facts = quick_facts(clock)  # may raise, also if there is only one process
     if identity.alone:
         return
     all_facts = exchange_facts("what the start looks at", own_facts, identity)
     failed_rows = failures(broadcast_rows(quick_checks(config, identity, all_facts), identity))
     if failed_rows:
-        more = f" (and {len(failed_rows) - 1} more: see jaxmnt.preflight)" if failed_rows[1:] else ""
+        more_failures = f" (and {len(failed_rows) - 1} more: see jaxmnt.preflight)" if failed_rows[1:] else ""
         hosts = process_hosts(all_facts)
-        at_fault = [row.where for row in failed_rows if row.where in hosts]
-        raise PreflightError(f"{failed_rows[0]}{more}").blaming(hosts=at_fault)
+        hosts_at_fault = [row.where for row in failed_rows if row.where in hosts]
+        raise PreflightError(f"{failed_rows[0]}{more_failures}").blaming(hosts=hosts_at_fault)
 
 
 def quick_checks(config: Config, identity: Identity, all_facts: list[Facts]) -> list[Row]:
-    """Makes the checks of each start. All processes take part, with the same `all_facts`; process 0 gets the rows."""
+    """Runs the checks of each start. All processes take part with the same `all_facts`, and process 0 gets the rows."""
     rows = quick_rows(all_facts) if identity.process_id == 0 else []
     for directory in shared_directories(config):
         rows += shared_rows(directory, identity, process_hosts(all_facts))
@@ -233,7 +255,7 @@ def quick_checks(config: Config, identity: Identity, all_facts: list[Facts]) -> 
 
 
 def shared_directories(config: Config) -> list[Path]:
-    """Returns the directories that all processes must share: those of the run and of its checkpoints, if local."""
+    """Returns the local directories that all processes must share: the run's and, if separate, the checkpoints'."""
     assert config.run.dir is not None
     paths = [config.run.dir, config.checkpoint.dir or ""]
     return [Path(path) for path in dict.fromkeys(paths) if path and "://" not in path]

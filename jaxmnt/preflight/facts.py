@@ -1,4 +1,4 @@
-"""Collects the facts of one process about its host and its GPUs, for a comparison with those of the others."""
+"""Collects facts about the host and the GPUs of one process, so that they can be compared with those of the others."""
 
 import os
 import platform
@@ -24,31 +24,33 @@ if TYPE_CHECKING:
     import jax
 
 Facts = dict[str, Any]
-"""Plain data that can be sent as JSON; the keys are those of `quick_facts` and `thorough_facts`."""
+"""Facts by name, which can be sent as JSON. `quick_facts` and `thorough_facts` list the names."""
 
 _SHM = Path("/dev/shm")  # noqa: S108 - only its size is read
-_GPUS = ("cuda", "gpu", "rocm")
+_GPU_PLATFORMS = ("cuda", "gpu", "rocm")
 
-_REASONS = {
+_THROTTLE_REASONS = {
     "nvmlClocksEventReasonHwSlowdown": "slowdown",
     "nvmlClocksEventReasonHwThermalSlowdown": "heat",
     "nvmlClocksEventReasonHwPowerBrakeSlowdown": "power brake",
 }
-_XIDS_OF_HARDWARE = {48, 63, 64, 74, 79, 92, 94, 95, 119, 120, 140}
-"""Memory, NVLink, the bus, and the GPU's own processor: https://docs.nvidia.com/deploy/xid-errors/"""
-_DMESG_SECONDS = 30.0
+"""NVML's reasons for which the hardware lowers a GPU's clocks, and their names in a row."""
+_HARDWARE_XIDS = {48, 63, 64, 74, 79, 92, 94, 95, 119, 120, 140}
+"""Numbers of the Xid errors that point to memory, NVLink, the bus, or the GPU's system processor. See
+https://docs.nvidia.com/deploy/xid-errors/"""
+_DMESG_TIMEOUT_SECONDS = 30.0
 _MPS_SERVER = "nvidia-cuda-mps-server"
-"""Server through which several processes share a GPU (CUDA MPS)."""
+"""Program through which several processes share a GPU (CUDA MPS)."""
 
 
 def quick_facts(clock: tuple[float, float]) -> Facts:
-    """Returns the facts that each start of a run compares.
+    """Returns the facts that are compared at each start of a run.
 
-    `clock` has the lower and the upper bound, in seconds, of how far this process's clock is ahead of process 0's.
-    Raises `PreflightError` if there are no devices, or only CPUs although JAX_PLATFORMS lists GPUs first.
+    `clock` holds a lower and an upper bound, in seconds, on how far this process's clock is ahead of process 0's.
+    Raises `PreflightError` if there are no devices, or if there are only CPUs although JAX_PLATFORMS lists GPUs first.
     """
     host = socket.gethostname()
-    devices = _devices(host)
+    devices = _local_devices(host)
     return {
         "host": host,
         "boot": machine_id(),
@@ -59,29 +61,29 @@ def quick_facts(clock: tuple[float, float]) -> Facts:
     }
 
 
-def _devices(host: str) -> "list[jax.Device]":
+def _local_devices(host: str) -> "list[jax.Device]":
     import jax
 
     platforms = os.environ.get("JAX_PLATFORMS", "")
     try:
         devices = jax.local_devices()
-    except (RuntimeError, AssertionError) as error:  # JAX asserts that it has found some
+    except (RuntimeError, AssertionError) as error:  # JAX asserts that it has found at least one
         if is_connection_error(error):
             raise PeerError(f"another process is gone: {str(error).splitlines()[0]}") from error
         trouble = (str(error).splitlines() or [f"no platform of JAX_PLATFORMS={platforms} can be used"])[0]
-        raise _no_devices(host, trouble) from error
+        raise _no_devices_error(host, trouble) from error
     # JAX silently skips CUDA if the driver shows no GPU.
-    if platforms.partition(",")[0] in _GPUS and devices[0].platform != "gpu":
-        raise _no_devices(host, f"JAX_PLATFORMS={platforms}, and JAX finds no GPU")
+    if platforms.partition(",")[0] in _GPU_PLATFORMS and devices[0].platform != "gpu":
+        raise _no_devices_error(host, f"JAX_PLATFORMS={platforms}, and JAX finds no GPU")
     return devices
 
 
-def _no_devices(host: str, trouble: str) -> PreflightError:
+def _no_devices_error(host: str, trouble: str) -> PreflightError:
     return PreflightError(f"{host}: {trouble}; look at nvidia-smi there, and at the lines above").blaming(hosts=[host])
 
 
 def thorough_facts() -> Facts:
-    """Returns the facts that only the preflight command compares."""
+    """Returns the facts that only a preflight compares."""
     free = host_memory().get("host_available_bytes")
     return {
         "python": platform.python_version(),
@@ -93,14 +95,14 @@ def thorough_facts() -> Facts:
         "nics": [vars(card) for card in network.cards()],
         "fabric": [vars(port) for port in network.fabric_ports()],
         "nccl": {name: value for name, value in sorted(os.environ.items()) if name.startswith("NCCL_")},
-        "xids": _xids(),
+        "xids": _kernel_xids(),
     } | gpu_facts()
 
 
 def exchange_facts(name: str, facts: Facts, identity: Identity) -> list[Facts]:
-    """Returns the facts of all processes, in order, in each of them.
+    """Sends the facts of this process to the others. Returns the facts of all processes, in the order of the processes.
 
-    If several machines have the same host name, the number of a process is appended to all but the first.
+    If several machines have the same host name, the process number is appended to the name of all but the first.
     """
     all_facts: list[Facts] = all_gather(name, facts, identity)
     machine_of: dict[str, str] = {}
@@ -110,19 +112,22 @@ def exchange_facts(name: str, facts: Facts, identity: Identity) -> list[Facts]:
     return all_facts
 
 
-# Facts about this host's GPUs from NVML and the kernel; empty if NVML is not available.
+# Functions that read facts about this host's GPUs from NVML and the kernel.
 
 
 def gpu_facts(nvml: Any = None) -> dict[str, Any]:
-    """Reads the GPUs before this process computes on them; `nvml` is the module of the bindings.
+    """Reads facts about this host's GPUs. Call it before this process computes on them.
 
-    Returns `gpus`, the GPUs that this process can see, with the uncorrected errors of their memory since the driver was
-    loaded and the reasons for which the hardware throttles their clocks (properties that a GPU does not support are 0);
-    `strangers`, other programs that compute on these GPUs (`pid name`); `links`, the number of active NVLinks of each
-    GPU of the host that has any.
+    `nvml` is the module of NVML's Python bindings. Returns three facts, which are empty if NVML is not available:
+
+    - `gpus`: the GPUs that this process can see, with their temperature, the uncorrected errors of their memory since
+      the driver was loaded, and the reasons for which the hardware throttles their clocks. Numbers that a GPU does not
+      report are 0.
+    - `strangers`: other programs that compute on these GPUs, each as `pid name`.
+    - `links`: the number of active NVLinks of each GPU on the host that has any.
     """
     try:
-        reader = GpuReader(None, nvml, _REASONS)
+        reader = GpuReader(None, nvml, _THROTTLE_REASONS)
     except NvmlError:
         return {"gpus": [], "strangers": [], "links": {}}
     visible = visible_gpus(os.environ, len(reader.uuids))
@@ -138,31 +143,35 @@ def gpu_facts(nvml: Any = None) -> dict[str, Any]:
                 "throttled": state.throttled,
             })  # fmt: skip
             strangers |= {
-                f"{pid} {name}" for pid, name in processes if not name.endswith(_MPS_SERVER) and not _ours(pid)
+                f"{pid} {name}"
+                for pid, name in processes
+                if not name.endswith(_MPS_SERVER) and not _belongs_to_preflight(pid)
             }
     links = {f"GPU {number}": active for number, active in enumerate(reader.active_links()) if active}
     reader.close()
     return {"gpus": gpus, "strangers": sorted(strangers), "links": links}
 
 
-def _xids() -> list[str]:
-    """Returns the GPU errors in the kernel's log since the driver was started; empty if the log cannot be read."""
+def _kernel_xids() -> list[str]:
+    """Returns the hardware errors of GPUs in the kernel's log. The list is empty if the log cannot be read."""
     try:
-        dmesg = subprocess.run(["dmesg"], capture_output=True, text=True, errors="replace", timeout=_DMESG_SECONDS)
+        dmesg = subprocess.run(
+            ["dmesg"], capture_output=True, text=True, errors="replace", timeout=_DMESG_TIMEOUT_SECONDS
+        )
     except (OSError, subprocess.TimeoutExpired):
         return []
     return parse_xids(dmesg.stdout) if dmesg.returncode == 0 else []
 
 
 def parse_xids(text: str) -> list[str]:
-    """Returns each kind of Xid that points at hardware once per GPU, sorted: `0000:3b:00: Xid 79`."""
+    """Returns the Xids in a log that point to hardware, sorted, each once per GPU, such as `0000:3b:00: Xid 79`."""
     errors = re.findall(r"NVRM: Xid \(PCI:([0-9a-f:.]+)\): (\d+)", text)
-    return sorted({f"{gpu}: Xid {number}" for gpu, number in errors if int(number) in _XIDS_OF_HARDWARE})
+    return sorted({f"{gpu}: Xid {number}" for gpu, number in errors if int(number) in _HARDWARE_XIDS})
 
 
-def _ours(pid: int) -> bool:
+def _belongs_to_preflight(pid: int) -> bool:
     """Returns True if a process belongs to this preflight."""
     try:
         return b"jaxmnt.preflight" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:  # in another container, or ended
+    except OSError:  # it runs in another container, or has ended
         return False

@@ -1,4 +1,4 @@
-"""Measures matrix products on each device, collectives along each mesh axis, and links between each two hosts.
+"""Measures matrix products on each device, collectives along each mesh axis, and links between all pairs of hosts.
 
 Legend: N devices along an axis.
 """
@@ -21,26 +21,32 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxmnt.distributed.coordination import barrier, gather
 from jaxmnt.distributed.identity import Identity
 from jaxmnt.errors import ConfigError
-from jaxmnt.preflight.table import Row, describe_hosts, failed, good, warning
+from jaxmnt.preflight.table import Row, describe_hosts, failed_row, ok_row, warning_row
 from jaxmnt.run.probe import TimedProduct
 
 _REPEATS = 3
-_PAIRED_HOSTS = 16
-_WARNING_FRACTION, _FAILURE_FRACTION = 0.6, 0.25
-"""Fractions of the best rate below which a rate is a warning, and a failure."""
-_LEAST_OF_LINK = {"cpu": 0.005, "gpu": 0.25}
-"""Fraction of the speed of the hosts' network cards below which the whole network is wrong."""
-_BYTES = {"cpu": 1 << 20, "gpu": 64 << 20}
-"""Bytes that each device sends."""
-_WIDTH = {"cpu": 512, "gpu": 8192}
-_BITS, _MEGA, _GIGA = 8, 1e6, 1e9
+_MAX_PAIRED_HOSTS = 16
+"""Maximum number of hosts whose pairs are all measured."""
+_WARNING_FRACTION = 0.6
+"""Fraction of the median or best rate below which a rate causes a warning."""
+_FAILURE_FRACTION = 0.25
+"""Fraction of the median or best rate below which a rate is a failure."""
+_MIN_LINK_FRACTION = {"cpu": 0.005, "gpu": 0.25}
+"""Minimum rate of the best pair of hosts, as a fraction of the speed of the slowest network card, by platform. A lower
+rate means that the network as a whole is at fault."""
+_SENT_BYTES = {"cpu": 1 << 20, "gpu": 64 << 20}
+"""Bytes of the array that a collective gathers, reduces or sends, by platform."""
+_PRODUCT_WIDTH = {"cpu": 512, "gpu": 8192}
+"""Rows and columns of the matrices that are multiplied, by platform."""
+_BITS_PER_BYTE = 8
+_MEGA, _GIGA = 1e6, 1e9
 
 
 def matmul_rows(identity: Identity, hosts: Sequence[str]) -> list[Row]:
-    """Measures the TFLOP/s of a square product on each device by itself. Process 0 gets the rows."""
+    """Measures the TFLOP/s of a product of square matrices on each device. Process 0 gets the rows."""
     barrier("everyone multiplies", identity)
     devices = jax.local_devices()
-    product = TimedProduct(devices, _WIDTH.get(devices[0].platform, _WIDTH["cpu"]))
+    product = TimedProduct(devices, _PRODUCT_WIDTH.get(devices[0].platform, _PRODUCT_WIDTH["cpu"]))
     process_rates = gather("matrix products", [product.flops / seconds / 1e12 for seconds in product()], identity)
     if process_rates is None:
         return []
@@ -49,16 +55,16 @@ def matmul_rows(identity: Identity, hosts: Sequence[str]) -> list[Row]:
         for host, rates in zip(hosts, process_rates, strict=True)
         for index, rate in enumerate(rates)
     }
-    usual = statistics.median(device_rates.values())
+    median_rate = statistics.median(device_rates.values())
     on_gpu = devices[0].platform != "cpu"
     advice = "look at its clocks, heat and neighbours"
     rows = []
     for where, rate in device_rates.items():
-        if rate < _WARNING_FRACTION * usual:
-            judge = failed if rate < _FAILURE_FRACTION * usual and on_gpu else warning
-            rows.append(judge("matrix product", where, f"{rate:.3g} TFLOP/s, usual {usual:.3g}", advice))
+        if rate < _WARNING_FRACTION * median_rate:
+            make_row = failed_row if rate < _FAILURE_FRACTION * median_rate and on_gpu else warning_row
+            rows.append(make_row("matrix product", where, f"{rate:.3g} TFLOP/s, usual {median_rate:.3g}", advice))
     slowest = min(device_rates.values())
-    return rows or [good("matrix product", f"all {len(device_rates)} devices", f"{slowest:.3g} TFLOP/s at least")]
+    return rows or [ok_row("matrix product", f"all {len(device_rates)} devices", f"{slowest:.3g} TFLOP/s at least")]
 
 
 def axis_rows(mesh: Mesh, identity: Identity, hosts: Sequence[str]) -> list[Row]:
@@ -70,14 +76,14 @@ def axis_rows(mesh: Mesh, identity: Identity, hosts: Sequence[str]) -> list[Row]
     for axis, size in mesh.shape.items():
         if size == 1:
             continue
-        rates = [_rate(mesh, axis, kind) for kind in COLLECTIVES]
+        rates = [_collective_rate(mesh, axis, kind) for kind in COLLECTIVES]
         process_rates = gather(f"collectives along {axis}", rates, identity)
         if process_rates is None:
             continue
         names = (kind.replace("collective-permute", "point-to-point") for kind in COLLECTIVES)
         slowest = map(min, zip(*process_rates, strict=True))
-        finding = ", ".join(f"{name} {_gb(rate)}" for name, rate in zip(names, slowest, strict=True))
-        rows.append(good(f"axis {axis}", describe_hosts(hosts), finding))
+        finding = ", ".join(f"{name} {_rate_text(rate)}" for name, rate in zip(names, slowest, strict=True))
+        rows.append(ok_row(f"axis {axis}", describe_hosts(hosts), finding))
     return rows
 
 
@@ -89,19 +95,19 @@ COLLECTIVES: dict[str, tuple[Callable[..., Any], Callable[[int], float], bool]] 
         lambda x, axis, n: jax.lax.ppermute(x, axis, [(i, (i + 1) % n) for i in range(n)]), lambda n: 1, True
     ),
 }  # fmt: skip
-"""For each collective its operation on a device's array, the bus crossings of each byte for N devices, and whether a
-device starts with all bytes (else with 1/N of them)."""
+"""Collectives by kind. Each has its operation on one device's array, a function from N to the number of times that each
+byte crosses the bus, and True if a device starts with the whole array, or False if it starts with 1/N of the array."""
 
 
-def _rate(mesh: Mesh, axis: str, kind: str) -> float:
-    """Returns the bytes per second and device of a collective along an axis."""
+def _collective_rate(mesh: Mesh, axis: str, kind: str) -> float:
+    """Returns the bus bandwidth of a collective along an axis, in bytes per second and device."""
     operation, crossings, starts_whole = COLLECTIVES[kind]
     size = mesh.shape[axis]
-    shard = _BYTES.get(mesh.devices.flat[0].platform, _BYTES["cpu"]) // 4 // size
+    shard = _SENT_BYTES.get(mesh.devices.flat[0].platform, _SENT_BYTES["cpu"]) // 4 // size
     count = shard * (size if starts_whole else 1)
     program = jax.jit(map_over_devices(mesh, partial(operation, axis=axis, n=size)))
     array = repeat_on_devices(mesh, np.ones(count, np.float32))
-    return 4 * count * crossings(size) / _seconds(partial(program, array))
+    return 4 * count * crossings(size) / _shortest_seconds(partial(program, array))
 
 
 def map_over_devices(mesh: Mesh, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -118,18 +124,18 @@ def repeat_on_devices(mesh: Mesh, values: np.ndarray) -> Array:
 
 
 def pair_rows(identity: Identity, hosts: Sequence[str], megabits: dict[str, int]) -> list[Row]:
-    """Measures the link between each two hosts, with as many pairs at a time as possible.
+    """Measures the link between the hosts of each pair, with as many pairs at a time as possible.
 
-    `megabits` is the speed of each host's card in Mbit/s. Process 0 gets the rows; with more than 16 hosts there are
-    none.
+    `megabits` is the speed of each host's card in Mbit/s. Process 0 gets the rows. With more than 16 hosts, nothing is
+    measured.
     """
     names = list(dict.fromkeys(hosts))
-    if not 2 <= len(names) <= _PAIRED_HOSTS:
+    if not 2 <= len(names) <= _MAX_PAIRED_HOSTS:
         return []
     # Only the first process of each host takes part in its pairs.
     processes = [hosts.index(host) for host in names]
     own_rates = []
-    for index, pairs in enumerate(_tournament(len(names))):
+    for index, pairs in enumerate(_pair_rounds(len(names))):
         barrier(f"round {index} of pairs of hosts", identity)
         for a, b in pairs:
             if identity.process_id in (processes[a], processes[b]):
@@ -137,16 +143,16 @@ def pair_rows(identity: Identity, hosts: Sequence[str], megabits: dict[str, int]
     process_rates = gather("pairs of hosts", own_rates, identity)
     if process_rates is None:
         return []
-    # Both processes of a pair measure it: the slower measurement counts.
+    # Both processes of a pair measure its rate, and the slower measurement counts.
     rates: dict[tuple[int, int], float] = {}
     for a, b, rate in chain.from_iterable(process_rates):
         rates[a, b] = min(rate, rates.get((a, b), rate))
     return judge_pairs(names, rates, [megabits[host] for host in names], jax.devices()[0].platform)
 
 
-def _tournament(hosts: int) -> list[list[tuple[int, int]]]:
+def _pair_rounds(hosts: int) -> list[list[tuple[int, int]]]:
     """Returns rounds of disjoint pairs in which each host meets every other once (the circle method)."""
-    ring = [*range(hosts + hosts % 2)]  # an odd number gets a dummy, and the host that meets it pauses
+    ring = [*range(hosts + hosts % 2)]  # an odd number of hosts gets a dummy, and the host that meets it pauses
     rounds = []
     for _ in range(len(ring) - 1):
         half = zip(ring[: len(ring) // 2], reversed(ring[len(ring) // 2 :]), strict=True)
@@ -158,65 +164,70 @@ def _tournament(hosts: int) -> list[list[tuple[int, int]]]:
 def judge_pairs(
     hosts: Sequence[str], rates: dict[tuple[int, int], float], megabits: Sequence[int], platform: str
 ) -> list[Row]:
-    """Returns rows for slow hosts and pairs, from the rates of pairs in bytes per second.
+    """Returns rows for slow hosts and slow pairs. `rates` are in bytes per second, by pairs of indices of `hosts`.
 
-    A host that is slow in all its pairs gets a single row.
+    A host that is slow in all its pairs gets a single row. `megabits` are the speeds of the hosts' cards in Mbit/s.
     """
-    best = max(rates.values())
-    expected = min((speed for speed in megabits if speed), default=0) * _MEGA / _BITS
-    least = _LEAST_OF_LINK.get(platform, _LEAST_OF_LINK["gpu"]) * expected
-    if best < least:
-        finding = f"{_gb(best)} at best, and the hosts' cards have {_gb(expected)}"
+    best_rate = max(rates.values())
+    card_rate = min((speed for speed in megabits if speed), default=0) * _MEGA / _BITS_PER_BYTE
+    min_rate = _MIN_LINK_FRACTION.get(platform, _MIN_LINK_FRACTION["gpu"]) * card_rate
+    if best_rate < min_rate:
+        finding = f"{_rate_text(best_rate)} at best, and the hosts' cards have {_rate_text(card_rate)}"
         advice = "look at the switches, and at which network is used"
-        return [failed("links", f"all {len(hosts)} hosts", finding, advice)]
+        return [failed_row("links", f"all {len(hosts)} hosts", finding, advice)]
     rows: list[Row] = []
-    # Hosts that are slow in all pairs. With two hosts the one pair does not tell which is slow.
+    # Find hosts that are slow in all pairs. With two hosts, their only pair does not show which of them is slow.
     slow_hosts: set[int] = set()
     for index, host in enumerate(hosts):
         fastest = max(rate for pair, rate in rates.items() if index in pair)
-        if len(hosts) > 2 and fastest < _WARNING_FRACTION * best:
+        if len(hosts) > 2 and fastest < _WARNING_FRACTION * best_rate:
             slow_hosts.add(index)
-            rows.append(_slow_row(host, fastest, best))
-    # Slow pairs of the other hosts.
+            rows.append(_slow_row(host, fastest, best_rate))
+    # Find slow pairs among the other hosts.
     for (a, b), rate in sorted(rates.items()):
-        if rate < _WARNING_FRACTION * best and not slow_hosts & {a, b}:
-            rows.append(_slow_row(f"{hosts[a]} – {hosts[b]}", rate, best))
+        if rate < _WARNING_FRACTION * best_rate and not slow_hosts & {a, b}:
+            rows.append(_slow_row(f"{hosts[a]} – {hosts[b]}", rate, best_rate))
     slowest = min(rates.values())
-    return rows or [good("links", f"all {len(rates)} pairs", f"{_gb(slowest)} at least, {_gb(best)} at best")]
+    return rows or [
+        ok_row("links", f"all {len(rates)} pairs", f"{_rate_text(slowest)} at least, {_rate_text(best_rate)} at best")
+    ]
 
 
-def _slow_row(where: str, rate: float, best: float) -> Row:
-    judge = failed if rate < _FAILURE_FRACTION * best else warning
-    return judge("links", where, f"{_gb(rate)}, others {_gb(best)}", "look at its cable, switch port and card")
+def _slow_row(where: str, rate: float, best_rate: float) -> Row:
+    """Returns a failure or a warning for a host or pair of hosts that is slow."""
+    make_row = failed_row if rate < _FAILURE_FRACTION * best_rate else warning_row
+    return make_row(
+        "links", where, f"{_rate_text(rate)}, others {_rate_text(best_rate)}", "look at its cable, switch port and card"
+    )
 
 
 def _pair_rate(a: int, b: int) -> float:
-    """Returns the bytes per second that the first devices of two processes send to each other."""
+    """Returns the rate, in bytes per second, at which the first devices of two processes send data to each other."""
     devices = [next(device for device in jax.devices() if device.process_index == process) for process in (a, b)]
-    return _rate(Mesh(np.array(devices), ("pair",)), "pair", "collective-permute")
+    return _collective_rate(Mesh(np.array(devices), ("pair",)), "pair", "collective-permute")
 
 
-def _seconds(act: Callable[[], Any]) -> float:
-    """Returns the shortest of a few times, after a first execution that compiles and connects."""
-    jax.block_until_ready(act())
-    return min(measure_times(act, _REPEATS))
+def _shortest_seconds(execute: Callable[[], Any]) -> float:
+    """Returns the shortest duration of a few executions. A first one, which compiles and connects, is not measured."""
+    jax.block_until_ready(execute())
+    return min(measure_times(execute, _REPEATS))
 
 
-def measure_times(act: Callable[[], Any], repeats: int) -> list[float]:
-    """Returns the seconds of each execution, until the results of `act` are ready on the devices."""
-    return timeit.repeat(lambda: jax.block_until_ready(act()), number=1, repeat=repeats)
+def measure_times(execute: Callable[[], Any], repeats: int) -> list[float]:
+    """Returns the duration of each execution in seconds, until its results are ready on the devices."""
+    return timeit.repeat(lambda: jax.block_until_ready(execute()), number=1, repeat=repeats)
 
 
-def _gb(rate: float) -> str:
+def _rate_text(rate: float) -> str:
     return f"{rate / _GIGA:.3g} GB/s"
 
 
-_USING = re.compile(r"NCCL INFO NET/(IB|Socket) : Using (.+)")
-_PLUGIN = re.compile(r"NCCL INFO Using network (\S+)")
+_NETWORK_LINE = re.compile(r"NCCL INFO NET/(IB|Socket) : Using (.+)")
+_PLUGIN_LINE = re.compile(r"NCCL INFO Using network (\S+)")
 
 
 def configure_nccl_logs(folder: Path) -> None:
-    """Makes NCCL write one log per process to a folder. Must run before NCCL starts.
+    """Makes NCCL write one log per process to a folder. Call it before NCCL starts.
 
     Raises `ConfigError` if the folder cannot be created.
     """
@@ -234,21 +245,21 @@ def configure_nccl_logs(folder: Path) -> None:
 
 
 def transport(text: str) -> str:
-    """Returns the network and interfaces that NCCL uses, from the log of one process; empty if it does not tell."""
-    using, plugin = _USING.findall(text), _PLUGIN.findall(text)
-    parts = [f"{kind} {where.strip()}" for kind, where in using]
-    return ", ".join(dict.fromkeys([*plugin, *parts]))
+    """Returns the network and interfaces that NCCL uses according to the log of one process; empty if it names none."""
+    plugins = _PLUGIN_LINE.findall(text)
+    networks = [f"{kind} {interfaces.strip()}" for kind, interfaces in _NETWORK_LINE.findall(text)]
+    return ", ".join(dict.fromkeys([*plugins, *networks]))
 
 
 def nccl_rows(folder: Path, host: str) -> list[Row]:
-    """Returns a row for each transport in the logs of a folder; without any, a warning for `host`."""
+    """Returns a row for each transport that the logs in a folder name, or a warning for `host` if they name none."""
     hosts_of: dict[str, list[str]] = {}
     for path in sorted(folder.glob("nccl-*.log")):
         description = transport(path.read_text(errors="replace"))
         if description:
             hosts_of.setdefault(description, []).append(path.name.removeprefix("nccl-").rpartition("-")[0])
     if not hosts_of:
-        return [warning("NCCL", host, f"it wrote nothing to {folder}", "it only runs between GPUs")]
+        return [warning_row("NCCL", host, f"it wrote nothing to {folder}", "it only runs between GPUs")]
     return [
-        good("NCCL", ", ".join(dict.fromkeys(hosts)), description) for description, hosts in sorted(hosts_of.items())
+        ok_row("NCCL", ", ".join(dict.fromkeys(hosts)), description) for description, hosts in sorted(hosts_of.items())
     ]

@@ -11,8 +11,8 @@ from jaxmnt.telemetry.kernel_counters import folder_entries, infiniband, infinib
 
 _ROUTES = Path("/proc/net/route")
 _ADDRESSES6 = Path("/proc/net/if_inet6")
-_NOT_FOR_RUNS = ("lo", "docker", "virbr", "cni", "flannel", "cali", "kube", "tunl", "dummy", "podman")
-"""Name prefixes of loopback interfaces and of those of containers and virtual machines."""
+_LOCAL_INTERFACE_PREFIXES = ("lo", "docker", "virbr", "cni", "flannel", "cali", "kube", "tunl", "dummy", "podman")
+"""Name prefixes of the interfaces that reach no other host: loopback, and those for containers and virtual machines."""
 
 
 @dataclass(frozen=True)
@@ -21,16 +21,16 @@ class Card:
 
     name: str
     megabits: int
-    """Speed in Mbit/s; 0 if the kernel does not tell."""
+    """Speed in Mbit/s; 0 if the kernel does not report it."""
     address: str
-    """IPv4 address, else IPv6 address; empty if it has none."""
+    """IPv4 address or, if it has none, IPv6 address; empty if it has neither."""
     default: bool = False
-    """True if the default route uses it."""
+    """True if the default route uses this interface."""
 
     @property
-    def for_runs(self) -> bool:
-        """True if it may connect hosts: it has an address, and is neither a loopback nor a virtual interface."""
-        return bool(self.address) and not self.name.startswith(_NOT_FOR_RUNS)
+    def may_connect_hosts(self) -> bool:
+        """True if the interface has an address, and is neither a loopback nor a virtual interface."""
+        return bool(self.address) and not self.name.startswith(_LOCAL_INTERFACE_PREFIXES)
 
 
 @dataclass(frozen=True)
@@ -46,19 +46,19 @@ class Port:
 
 
 def cards(root: Path = Path("/sys")) -> list[Card]:
-    """Returns all interfaces that are up, in the kernel's order, in which NCCL examines them."""
+    """Returns all interfaces that are up, in the kernel's order, in which NCCL also examines them."""
     routes = [line.split() for line in kernel_text(_ROUTES).splitlines()[1:]]
     default_interfaces = {route[0] for route in routes if route[1:2] == ["00000000"]}
-    active = []
+    active_cards = []
     for path in sorted(folder_entries(root / "class" / "net"), key=lambda path: kernel_number(path / "ifindex") or 0):
         if kernel_text(path / "operstate") in ("up", "unknown"):
             megabits = kernel_number(path / "speed") or 0
-            active.append(Card(path.name, megabits, _address(path.name), path.name in default_interfaces))
-    return active
+            active_cards.append(Card(path.name, megabits, _address(path.name), path.name in default_interfaces))
+    return active_cards
 
 
-def chosen_by_nccl(cards: list[Card], ifname: str) -> Card | None:
-    """Returns the interface that NCCL uses for its sockets; `ifname` is NCCL_SOCKET_IFNAME, empty if not set.
+def select_nccl_card(cards: list[Card], ifname: str) -> Card | None:
+    """Returns the interface that NCCL would use for its sockets. `ifname` is NCCL_SOCKET_IFNAME, or empty if not set.
 
     The rules are those of NCCL's manual:
     https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html#nccl-socket-ifname
@@ -70,7 +70,7 @@ def chosen_by_nccl(cards: list[Card], ifname: str) -> Card | None:
         names = ifname.lstrip("^=").split(",")
         matches = lambda card: card.name in names if exact else card.name.startswith(tuple(names))
         return next((card for card in candidates if matches(card) != exclude), None)
-    # Without it NCCL prefers InfiniBand, then others, then docker, and takes loopback last.
+    # Without NCCL_SOCKET_IFNAME, NCCL prefers InfiniBand, then others, then docker, then loopback.
     ranks = {"ib": 0, "docker": 2, "lo": 3}
     rank_of = lambda card: next((rank for prefix, rank in ranks.items() if card.name.startswith(prefix)), 1)
     return min(candidates, key=rank_of, default=None)
@@ -90,19 +90,20 @@ def fabric_ports(root: Path = Path("/sys")) -> list[Port]:
 
 
 def _address(interface: str) -> str:
+    """Returns the IPv4 address of an interface or, if it has none, its IPv6 address; empty if it has neither."""
     import fcntl
 
-    ask_address = 0x8915  # SIOCGIFADDR, see netdevice(7)
+    get_address_request = 0x8915  # SIOCGIFADDR, see netdevice(7)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            answer = fcntl.ioctl(probe, ask_address, struct.pack("256s", interface.encode()[:15]))
+            answer = fcntl.ioctl(probe, get_address_request, struct.pack("256s", interface.encode()[:15]))
         except OSError:  # it has no IPv4 address
             return _address6(interface)
     return socket.inet_ntoa(answer[20:24])
 
 
 def _address6(interface: str) -> str:
-    """Returns the first IPv6 address of global scope; empty if there is none."""
+    """Returns the first IPv6 address of global scope of an interface; empty if it has none."""
     for line in kernel_text(_ADDRESSES6).splitlines():
         fields = line.split()
         if fields[-1] == interface and fields[3] == "00":  # global scope
@@ -110,7 +111,7 @@ def _address6(interface: str) -> str:
     return ""
 
 
-# Reads a host's network from its facts, which were sent as JSON.
+# Functions that read a host's network from its facts, which were sent as JSON.
 
 
 def cards_of(facts: dict[str, Any]) -> list[Card]:
@@ -119,18 +120,18 @@ def cards_of(facts: dict[str, Any]) -> list[Card]:
 
 
 def nccl_card(facts: dict[str, Any]) -> tuple[str, Card | None]:
-    """Returns the host's NCCL_SOCKET_IFNAME, and the interface that NCCL uses there."""
+    """Returns the host's NCCL_SOCKET_IFNAME, and the interface that NCCL would use on this host."""
     ifname = facts["nccl"].get("NCCL_SOCKET_IFNAME", "")
-    return ifname, chosen_by_nccl(cards_of(facts), ifname)
+    return ifname, select_nccl_card(cards_of(facts), ifname)
 
 
 def active_ports(facts: dict[str, Any]) -> list[dict[str, Any]]:
-    """Returns the active ports of the host's adapters."""
+    """Returns the active ports of the host's InfiniBand or RoCE adapters."""
     return [port for port in facts["fabric"] if port["state"] == "ACTIVE"]
 
 
 def megabits(facts: dict[str, Any]) -> int:
-    """Returns the speed, in Mbit/s, of the card that NCCL would use for a GPU of this host; 0 if it is not known."""
+    """Returns the speed in Mbit/s of the card that NCCL would use for a GPU of this host; 0 if the speed is unknown."""
     ports = active_ports(facts)
     if ports and facts["platform"] == "gpu":
         return int(1000 * max(port["gigabits"] for port in ports))
