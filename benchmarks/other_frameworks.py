@@ -125,9 +125,9 @@ class OtherStep(Step):
     def stream_tokens(self) -> int:
         return super().stream_tokens() if self.traits.sequence_parallel else self.tokens
 
-    def attention(self, layer: LayerCosts, *, backward: bool) -> float:
+    def attention_seconds(self, layer: LayerCosts, *, backward: bool) -> float:
         if self.traits.attention:
-            return super().attention(layer, backward=backward) / self.traits.attention
+            return super().attention_seconds(layer, backward=backward) / self.traits.attention
         products = 2 * self.attention_flops(layer) * (4 if backward else 2) / self.rates.products["bfloat16"]
         heads = layer.attention.heads / self.scheme.model
         scores = self.tokens * self.scheme.length * heads * 2 * SCORE_PASSES
@@ -136,11 +136,13 @@ class OtherStep(Step):
     def layer_links(self, layer: LayerCosts, forward: Work, backward: Work) -> Links:
         return {**super().layer_links(layer, forward, backward), "context": self.keys_and_values(layer, backward)}
 
-    def activations(self) -> Link | None:
+    def activations_link(self) -> Link | None:
         if self.traits.sequence_parallel or self.scheme.model == 1:
-            return super().activations()
+            return super().activations_link()
         whole = self.scheme.itemsize * self.tokens * self.model.hidden
-        seconds = (6 if self.policies[self.scheme.remat].products == 1 else 4) * self.ring("all-reduce", whole, "model")
+        seconds = (6 if self.policies[self.scheme.remat].products == 1 else 4) * self.ring_seconds(
+            "all-reduce", whole, "model"
+        )
         return Link(seconds, seconds * (1 - self.traits.hides_model))
 
     def keys_and_values(self, layer: LayerCosts, back: Work) -> Link | None:
@@ -149,17 +151,17 @@ class OtherStep(Step):
         if scheme.context == 1:
             return None
         own = scheme.itemsize * self.tokens * 2 * scheme.kv_heads * layer.attention.head_dim / scheme.model
-        hosts = self.spread(scheme.context, scheme.model)
-        seconds = 3 * self.rates.ring("all-gather", own * scheme.context, hosts)
-        behind = self.attention(layer, backward=False) + back.attention
+        hosts = self.devices_per_domain(scheme.context, scheme.model)
+        seconds = 3 * self.rates.ring_seconds("all-gather", own * scheme.context, hosts)
+        behind = self.attention_seconds(layer, backward=False) + back.attention
         return Link(seconds, max(0.0, seconds - behind))
 
-    def gathers_once(self, backward: Work) -> Link | None:
+    def step_weights_link(self, backward: Work) -> Link | None:
         """With ZeRO 0 gradients are summed."""
         if self.scheme.zero or self.sizes["fsdp"] == 1:
-            return super().gathers_once(backward)
-        seconds = self.ring("all-reduce", self.gradient_bytes * self.parameters, "fsdp")
-        return self.hidden_by_backward(seconds, backward)
+            return super().step_weights_link(backward)
+        seconds = self.ring_seconds("all-reduce", self.gradient_bytes * self.parameters, "fsdp")
+        return self.link_behind_backward(seconds, backward)
 
 
 def software(name: str, generation: str) -> Software:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from jaxmnt.distributed.identity import Identity
 from jaxmnt.errors import ConfigError
-from jaxmnt.plan.calibration import Calibration, check_fits, read_calibration, summary, to_text
+from jaxmnt.plan.calibration import Calibration, check_calibration, read_calibration, summary, to_text
 from jaxmnt.plan.chips import CHIPS
 from jaxmnt.plan.rates import GRADIENT, WITHIN_HOST, Curve, Rates, rates_of
 from jaxmnt.preflight.calibrate import Measurement, calibrate, fit_collective
@@ -85,11 +85,13 @@ def test_nothing_is_below_zero(seconds):
 def test_measured_rates_count_instead_of_the_tables():
     table = rates_of(H100)
     found = Calibration.model_validate_json(json.dumps(measured(H100.kind))).rates(table)
-    assert found.product(4096, 4096, 4096, "bfloat16") == pytest.approx(2 * 4096**3 / 27)
-    assert found.product(4096, 4096, 4096, "float8") == table.product(4096, 4096, 4096, "float8")
+    assert found.product_seconds(4096, 4096, 4096, "bfloat16") == pytest.approx(2 * 4096**3 / 27)
+    assert found.product_seconds(4096, 4096, 4096, "float8") == table.product_seconds(4096, 4096, 4096, "float8")
     assert found.memory == 100 and found.instruction == 0.5
-    assert found.ring("all-gather", 800, [8]) == pytest.approx(1 + 7 * 0.1 + 800 * 7 / 8 / 50)
-    assert found.ring("all-gather", 800, [1, 1]) == table.ring("all-gather", 800, [1, 1])  # what lies between hosts
+    assert found.ring_seconds("all-gather", 800, [8]) == pytest.approx(1 + 7 * 0.1 + 800 * 7 / 8 / 50)
+    assert found.ring_seconds("all-gather", 800, [1, 1]) == table.ring_seconds(
+        "all-gather", 800, [1, 1]
+    )  # what lies between hosts
     assert found.attention == table.attention
 
 
@@ -99,7 +101,9 @@ def test_gradients_have_their_own_rate():
         products={}, attention=1, memory=1, within_host=1, between_hosts=1, to_host=1,
         curves={("float32", ""): curve, ("float32", GRADIENT): slower},
     )  # fmt: skip
-    assert rates.product(64, 64, 64, "float32", gradient=True) == 2 * rates.product(64, 64, 64, "float32")
+    assert rates.product_seconds(64, 64, 64, "float32", gradient=True) == 2 * rates.product_seconds(
+        64, 64, 64, "float32"
+    )
 
 
 def measured(kind, **changes):
@@ -136,12 +140,12 @@ def test_a_file_that_is_no_calibration_is_refused(tmp_path, text, words):
 def test_a_calibration_of_something_else_is_refused(tmp_path):
     found = Calibration.model_validate_json(json.dumps(measured("cpu")))
     with pytest.raises(ConfigError, match="was measured on cpu, and the plan is for NVIDIA H100"):
-        check_fits(found, tmp_path, H100, 1, 8)
+        check_calibration(found, tmp_path, H100, 1, 8)
     with pytest.raises(ConfigError, match="no collectives between hosts"):
-        check_fits(found, tmp_path, None, 2, 8)
-    check_fits(found, tmp_path, None, 1, 8)
+        check_calibration(found, tmp_path, None, 2, 8)
+    check_calibration(found, tmp_path, None, 1, 8)
     on_gpus = Calibration.model_validate_json(json.dumps(measured(H100.kind)))
-    check_fits(on_gpus, tmp_path, H100, 16, 128)  # the table says what lies between hosts
+    check_calibration(on_gpus, tmp_path, H100, 16, 128)  # the table says what lies between hosts
 
 
 @pytest.mark.slow
@@ -168,7 +172,7 @@ def test_devices_are_measured(tmp_path):
         (kind, WITHIN_HOST) for kind in ("all-gather", "all-reduce", "reduce-scatter", "collective-permute")
     }
     rates = found.rates(None)
-    assert rates.ring("all-gather", 1e6, [8]) > rates.ring("all-gather", 1e3, [8]) > 0
+    assert rates.ring_seconds("all-gather", 1e6, [8]) > rates.ring_seconds("all-gather", 1e3, [8]) > 0
     assert rates.page_fault_seconds(1 << 26) > rates.page_fault_seconds(1 << 25) == 0  # the C library keeps half of it
     assert "memory" in summary(found) and "within hosts" in summary(found)
 
@@ -212,4 +216,4 @@ def test_two_processes_are_measured_together(tiny_file, tmp_path):
     found = read_calibration(file)
     assert (found.devices, found.hosts) == (2, 1) and str(file) in done.stdout
     assert {one.place for one in found.collectives} == {WITHIN_HOST}  # both are on this machine
-    check_fits(found, file, None, 1, 2)
+    check_calibration(found, file, None, 1, 2)

@@ -157,7 +157,7 @@ def test_a_step_is_played_on_timelines():
     gather, scatter = step.collectives
     # A round: product 1 s, 2 s of the gather's 3 s are waited for, product 1 s, scatter 0.5 s.
     assert (gather.times, gather.seconds, gather.exposed) == (5, 15, pytest.approx(10))
-    assert (gather.flops, gather.covered) == (5 * product, pytest.approx(5))
+    assert (gather.flops, gather.work_meanwhile) == (5 * product, pytest.approx(5))
     assert (scatter.seconds, scatter.exposed) == (pytest.approx(2.5), pytest.approx(2.5))
     written = (2 * 4 * 1000 + 4) / 1e6  # a slice is read and written, and its index read
     assert step.seconds == pytest.approx(5 * 4.5 + written) and step.flops == 10 * product
@@ -257,7 +257,11 @@ def test_links_do_not_fall_behind_in_a_loop_of_conditions():
 def test_what_a_collective_takes(kind, groups, seconds):
     """A whole of 1 GB, 100 GB/s in a host, 10 GB/s a network card; hosts of four."""
     rates = Rates({}, 1.0, 1.0, 100e9, 10e9, 5e9)
-    took = rates.copy(1e9) if kind == "host-copy" else rates.collective(kind, 1e9, groups, lambda device: device // 4)
+    took = (
+        rates.copy_seconds(1e9)
+        if kind == "host-copy"
+        else rates.collective_seconds(kind, 1e9, groups, lambda device: device // 4)
+    )
     assert took == pytest.approx(seconds, abs=3e-4)
 
 

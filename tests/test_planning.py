@@ -115,7 +115,7 @@ def test_float8_that_no_product_would_use_is_not_tried(least, is_tried):
 
 
 def test_products_attain_less_when_their_tiles_do_not_fill_the_chip():
-    share = lambda m, n, k: 2 * m * n * k / H100.product(m, n, k, "bfloat16") / H100.products["bfloat16"]
+    share = lambda m, n, k: 2 * m * n * k / H100.product_seconds(m, n, k, "bfloat16") / H100.products["bfloat16"]
     assert 0.85 < share(8192, 8192, 8192) <= 1.0
     assert share(256, 128, 8192) < 0.2 < share(8192, 8192, 256) < share(8192, 8192, 1024)
 

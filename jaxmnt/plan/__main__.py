@@ -1,7 +1,7 @@
 """python -m jaxmnt.plan --config FILE --target CHIP --gpus N[,N…] [--for time|cost|tokens:2T] [key=value …]
 
-Finds the best mesh for a run on GPUs that need not be there: estimates all that divide, compiles the best few for
-real, and says what the run takes, what it costs, and why. With several numbers of GPUs it says how many to take.
+Finds the best mesh for a run on GPUs that need not be present. It estimates every possible mesh, compiles the best few,
+and prints how long the run takes, what it costs, and why. Given several numbers of GPUs, it says which one to use.
 """
 
 import argparse
@@ -14,7 +14,7 @@ from jaxmnt.commands import LOCAL_EXIT_CODES, Parser, run_command, write_file
 from jaxmnt.config import Config, load_config
 from jaxmnt.config.own_code import attributing_user_errors
 from jaxmnt.errors import ConfigError, ExitCode, counted
-from jaxmnt.plan.calibration import check_fits, read_calibration
+from jaxmnt.plan.calibration import check_calibration, read_calibration
 from jaxmnt.plan.chips import find_target
 from jaxmnt.plan.goal import RESTART_SECONDS
 from jaxmnt.plan.targets import gpu_devices, silence_xla_warnings
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from jaxmnt.plan.search import Search
 
 DEFAULT_COMPILATIONS = 6
-"""Default number of candidates to compile."""
+"""Default number of candidates that are compiled for each number of GPUs."""
 _PRECISIONS = ("bfloat16", "float8")
 _MAX_GPUS = 16384
-"""Largest number of GPUs per run, and the limit of the search for the least number that fits."""
+"""Maximum number of GPUs of a run, also in the search for the smallest number on which it fits."""
 
 
 def main(arguments: list[str]) -> int:
@@ -39,6 +39,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _plan(options: argparse.Namespace, work: Work) -> int:
+    """Searches for plans, prints them and returns the exit code."""
     silence_xla_warnings(options.debug)
     chip, network = find_target(options.target)
     counts = _read_gpu_counts(options.gpus, network.devices_per_host)
@@ -47,7 +48,7 @@ def _plan(options: argparse.Namespace, work: Work) -> int:
     precisions = _read_precisions(options.precisions)
     calibration = None if options.calibration is None else read_calibration(options.calibration)
     if calibration is not None:
-        check_fits(calibration, options.calibration, chip, 1, 1)
+        check_calibration(calibration, options.calibration, chip, 1, 1)
 
     from jaxmnt.plan.dry_run import with_vocabulary
     from jaxmnt.plan.rates import rates_of
@@ -71,12 +72,14 @@ def _plan(options: argparse.Namespace, work: Work) -> int:
 def _print_estimates(
     search: "Search", counts: list[int], request: "PlanRequest", options: argparse.Namespace, work: Work
 ) -> int:
-    """Prints estimates without compiling anything, and returns the exit code."""
+    """Makes estimates without compiling anything, prints them and returns the exit code."""
     from jaxmnt.plan.estimated import best_of, fastest_estimates, show_estimates
 
     estimates = [estimate for gpus in counts for estimate in fastest_estimates(search, gpus, request)]
     if not estimates:
-        raise ConfigError("--gpus: by estimate the run fits on none of these; set --compile 6 to see what it needs")
+        raise ConfigError(
+            "--gpus: by estimate the run fits on none of these numbers of GPUs; set --compile 6 to see what it needs"
+        )
     work.does("")
     best = best_of(estimates, request)
     if options.json:
@@ -132,24 +135,26 @@ def _find_plans(search: "Search", gpus: int, request: "PlanRequest", count: int,
     from jaxmnt.telemetry.flops import CONVENTIONS, token_flops
     from jaxmnt.telemetry.peaks import peaks_of
 
-    began = time.perf_counter()
+    start_seconds = time.perf_counter()
     work.does(f"estimating for {counted(gpus, 'GPU', 'GPUs')}")
     guesses = search.guesses(gpus)
-    may_fit = sum(map(search.may_fit, guesses))
-    took = f"{time.perf_counter() - began:.0f} s"
-    work.line(f"{counted(gpus, 'GPU', 'GPUs')}: {len(guesses)} candidates estimated in {took}, {may_fit} may fit")
+    num_fitting = sum(map(search.may_fit, guesses))
+    seconds = time.perf_counter() - start_seconds
+    gpus_text = counted(gpus, "GPU", "GPUs")
+    work.line(f"{gpus_text}: {len(guesses)} candidates estimated in {seconds:.0f} s, {num_fitting} may fit")
     plans = search.best(
         guesses, count, lambda text: work.line(f"  compiled {text}"), lambda text: work.does(f"compiling {text}")
     )
     config = search.config
-    per_token = CONVENTIONS[config.telemetry.flops](token_flops(search.definition, config.data.sequence_length))
-    peak = peaks_of(search.chip.kind).get(search.dtype(None).replace("float8", "bfloat16"))  # as a run counts it
-    priced = [price_plan(search, plan, request, per_token, peak) for plan in plans]
+    flops_per_token = CONVENTIONS[config.telemetry.flops](token_flops(search.definition, config.data.sequence_length))
+    peak_dtype = search.dtype(None).replace("float8", "bfloat16")  # the dtype by whose peak a run computes its MFU
+    peak = peaks_of(search.chip.kind).get(peak_dtype)
+    priced = [price_plan(search, plan, request, flops_per_token, peak) for plan in plans]
     return Answer(gpus, guesses, sorted(priced, key=lambda plan: plan.goal.seconds))
 
 
 def _no_fit_message(search: "Search", answers: "list[Answer]", work: Work) -> str:
-    """Returns the error message, with the least number of GPUs for which the run was compiled and fits."""
+    """Returns the error message. To name the smallest number of GPUs on which the run fits, it compiles the run."""
     from jaxmnt.plan.candidates import gpu_counts
     from jaxmnt.plan.search import describe
     from jaxmnt.units import size
@@ -158,11 +163,11 @@ def _no_fit_message(search: "Search", answers: "list[Answer]", work: Work) -> st
     guesses = [guess for answer in answers for guess in answer.guesses]
     guesses = guesses or [guess for gpus in requested for guess in search.guesses(gpus, pruned=False)]
     if not guesses:
-        needs = "no mesh divides the batch, the heads and the layers"
+        needs = "no mesh splits the batch, the heads and the layers evenly"
     else:
         least = min(guesses, key=lambda guess: guess.memory.peak)
         needs = (
-            f"{describe(least.candidate)} needs least memory, about {size(least.memory.peak)}, but a GPU has "
+            f"{describe(least.candidate)} needs the least memory, about {size(least.memory.peak)}, but a GPU has "
             f"{size(search.limit)}"
         )
     work.does("searching for the smallest number of GPUs on which it fits")
@@ -178,7 +183,7 @@ def _no_fit_message(search: "Search", answers: "list[Answer]", work: Work) -> st
 
 
 def _write(path: Path, options: argparse.Namespace, best: "PricedPlan") -> None:
-    """Writes the config with the winner's settings: the file's keys, then the overrides, then these."""
+    """Writes the run's config, with the overrides and then the winner's settings applied to it."""
     from jaxmnt.config.load import with_settings
 
     write_file(path, with_settings(options.config, options.overrides, best.plan.candidate.settings))
@@ -186,7 +191,7 @@ def _write(path: Path, options: argparse.Namespace, best: "PricedPlan") -> None:
 
 
 def _read_request(options: argparse.Namespace, config: Config) -> "PlanRequest":
-    """Reads the goal from the options. Raises `ConfigError` for an unknown goal, and for `cost` without a price."""
+    """Reads the goal from the options. Raises `ConfigError` if the goal is unknown, or is `cost` without a price."""
     from jaxmnt.plan.answer import PlanRequest
 
     rank_by, tokens = "time", None
@@ -208,10 +213,11 @@ def _read_request(options: argparse.Namespace, config: Config) -> "PlanRequest":
 
 
 _FACTORS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+"""Factors by the suffix of a number."""
 
 
 def _read_tokens(text: str) -> float:
-    """Parses a number of tokens such as 2T."""
+    """Parses a number of tokens such as 2T. Raises `ConfigError` if it is not a positive number."""
     match = re.fullmatch(r"(\d+\.?\d*|\.\d+)([KMBT]?)", text.strip(), re.IGNORECASE)
     if match is None or not float(match[1]):
         raise ConfigError(f"--for: tokens:{text} is not a number of tokens; give one such as tokens:2T or tokens:300B")
@@ -219,20 +225,24 @@ def _read_tokens(text: str) -> float:
 
 
 def _read_precisions(text: str | None) -> list[str]:
+    """Parses the precisions to try; empty if the option is not set. Raises `ConfigError` for an unknown one."""
     if text is None:
         return []
     precisions = [part.strip() for part in text.split(",")]
     for precision in precisions:
         if precision not in _PRECISIONS:
-            raise ConfigError(f"--precisions: {precision!r} is not one of {', '.join(_PRECISIONS)}; correct it")
+            raise ConfigError(
+                f"--precisions: unknown precision {precision!r}; give one or more of {', '.join(_PRECISIONS)}"
+            )
     return list(dict.fromkeys(precisions))
 
 
 def _read_gpu_counts(text: str, per_host: int) -> list[int]:
-    """Parses the numbers of GPUs in ascending order. Raises `ConfigError` for one that does not fill its hosts."""
+    """Returns the numbers of GPUs in ascending order. Raises `ConfigError` for a number that does not fill its
+    hosts."""
     counts = sorted({int(part) if part.strip().isdecimal() else 0 for part in text.split(",")})
     if counts[0] < 1 or counts[-1] > _MAX_GPUS:
-        raise ConfigError(f"--gpus: {text!r} must be numbers from 1 to {_MAX_GPUS}, with commas; correct it")
+        raise ConfigError(f"--gpus: must be numbers from 1 to {_MAX_GPUS}, separated by commas, not {text!r}")
     for count in counts:
         if count > per_host and count % per_host:
             below = count - count % per_host
@@ -244,10 +254,12 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser = Parser("python -m jaxmnt.plan", description=__doc__, codes=LOCAL_EXIT_CODES)
     parser.add_argument("--config", required=True, type=Path, metavar="FILE", help="the config of the run")
     parser.add_argument("--target", required=True, metavar="CHIP", help="a GPU such as h100, or an instance type")
-    parser.add_argument("--gpus", required=True, metavar="N[,N…]", help="number of GPUs, or several to choose from")
+    parser.add_argument(
+        "--gpus", required=True, metavar="N[,N…]", help="number of GPUs, or several numbers to choose from"
+    )
     parser.add_argument(
         "--for", dest="goal", default="time", metavar="GOAL",
-        help="time, cost, tokens:2T (default: the config's steps), or several with commas",
+        help="time, cost, tokens:2T (default: the tokens of the config's steps), or several, separated by commas",
     )  # fmt: skip
     parser.add_argument(
         "--price", type=float, metavar="P", help="price of a GPU-hour; default launch.cost_per_gpu_hour"
@@ -257,15 +269,15 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         type=int,
         default=DEFAULT_COMPILATIONS,
         metavar="K",
-        help=f"number of candidates to compile; default {DEFAULT_COMPILATIONS}; 0: only estimates, in seconds",
+        help=f"number of candidates to compile; default {DEFAULT_COMPILATIONS}; 0 prints only estimates, in seconds",
     )
     parser.add_argument(
         "--precisions", metavar="P[,P]",
-        help="precisions to try, of bfloat16 and float8; default: the config's",
+        help="precisions to try, bfloat16 or float8 or both; default: the config's",
     )  # fmt: skip
     parser.add_argument(
         "--hours-between-failures", type=float, metavar="H",
-        help="mean hours between failures of the whole run; default: published failures of GPUs",
+        help="mean hours between failures of the whole run; default: from published failures of GPUs",
     )  # fmt: skip
     parser.add_argument(
         "--restart-seconds",
@@ -275,19 +287,17 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         help=f"time from a failure to the next step; default {RESTART_SECONDS:g}",
     )
     parser.add_argument(
-        "--calibration", type=Path, metavar="FILE", help="rates that preflight --calibrate measured on such GPUs"
+        "--calibration", type=Path, metavar="FILE", help="rates that preflight --calibrate has measured on such GPUs"
     )
     parser.add_argument("--write", type=Path, metavar="FILE", help="write the winner's config")
-    parser.add_argument(
-        "--picture", type=Path, metavar="FILE", help="draw time and cost over the number of GPUs as SVG"
-    )
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="write an SVG of time and cost by number of GPUs")
     parser.add_argument("--json", action="store_true", help="print the answer as JSON")
     parser.add_settings()
     options = parser.parse_intermixed_args(arguments)
-    for name, least in (("price", 0.0), ("restart_seconds", 0.0), ("hours_between_failures", 0.01), ("compile", 0)):
-        value = getattr(options, name)
-        if value is not None and not (least <= value < 1e9):
-            raise ConfigError(f"--{name.replace('_', '-')}: {value:g} must be {least:g} or more; correct it")
+    for name, minimum in (("price", 0.0), ("restart_seconds", 0.0), ("hours_between_failures", 0.01), ("compile", 0)):
+        number = getattr(options, name)
+        if number is not None and not (minimum <= number < 1e9):
+            raise ConfigError(f"--{name.replace('_', '-')}: must be at least {minimum:g} and below 1e9, not {number:g}")
     if options.compile == 0 and (options.write or options.picture):
         raise ConfigError(
             "--compile: 0 compiles nothing, but --write and --picture need a compiled plan; set --compile 6"

@@ -1,4 +1,4 @@
-"""The result of a search: for each number of GPUs the plans that fit, what they cost to the goal, and why."""
+"""Holds the result of a search, which is the plans that fit on each number of GPUs, with time, cost and reasons."""
 
 import itertools
 import math
@@ -25,12 +25,13 @@ class PlanRequest:
     price: float | None
     """Price of one GPU-hour."""
     hours_between_failures: float | None = None
+    """Mean hours between failures of the whole run; None to derive them from published failures of GPUs."""
     restart_seconds: float = RESTART_SECONDS
 
 
 @dataclass(frozen=True)
 class PricedPlan:
-    """A plan with the time and money that it takes to the goal."""
+    """A plan with the time and money that it takes to reach the goal."""
 
     plan: Plan
     gpus: int
@@ -62,105 +63,110 @@ class PricedPlan:
 
 @dataclass(frozen=True)
 class Answer:
-    """The candidates and plans for one number of GPUs."""
+    """The estimated candidates and the plans for one number of GPUs."""
 
     gpus: int
     guesses: list[Guess]
     priced: list[PricedPlan]
-    """Plans that fit, sorted by their time to the goal; empty if nothing fits."""
+    """Plans that fit, sorted by their time to reach the goal; empty if nothing fits."""
 
 
 def price_plan(
     search: Search, plan: Plan, request: PlanRequest, flops_per_token: float, peak: float | None
 ) -> PricedPlan:
-    """Computes what a plan takes to the goal. `peak` is the FLOP/s of a GPU on which the MFU is based."""
-    memory, gpus = plan.report["memory"], plan.candidate.gpus
+    """Computes the time and money that a plan takes to reach the goal. `peak` are the FLOP/s of a GPU that count as an
+    MFU of 1."""
+    memory = plan.report["memory"]
+    gpus = plan.candidate.gpus
     faults, goal = faults_and_goal(
         search, plan.candidate, plan.seconds, memory["params"] + memory["optimizer"], request
     )
     data = search.config.data
-    rate = data.global_batch_size * data.sequence_length / plan.seconds / gpus
-    mfu = None if peak is None else rate * flops_per_token / peak
-    return PricedPlan(plan, gpus, rate, mfu, faults, goal)
+    tokens_per_second = data.global_batch_size * data.sequence_length / plan.seconds / gpus
+    mfu = None if peak is None else tokens_per_second * flops_per_token / peak
+    return PricedPlan(plan, gpus, tokens_per_second, mfu, faults, goal)
 
 
 def faults_and_goal(
     search: Search, candidate: Candidate, step_seconds: float, state: float, request: PlanRequest
 ) -> tuple[Faults, Goal]:
-    """Returns the failures to expect and the time and cost to the goal, with steps of `step_seconds` and `state` bytes
-    on each device."""
+    """Returns the expected failures, and the time and cost to reach the goal. Steps take `step_seconds`, and each
+    device has `state` bytes of parameters and moments."""
     data = search.config.data
     faults = faults_of(
-        # Replicas hold the same state: each host writes its share of one copy.
+        # Replicas hold the same state, of which each host writes its share of one copy.
         candidate.gpus, state / candidate.data, search.network.devices_per_host,
         hours_between=request.hours_between_failures, restart_seconds=request.restart_seconds,
     )  # fmt: skip
-    rate = data.global_batch_size * data.sequence_length / step_seconds
-    return faults, time_and_cost(request.tokens, rate, faults, candidate.gpus, request.price)
+    tokens_per_second = data.global_batch_size * data.sequence_length / step_seconds
+    return faults, time_and_cost(request.tokens, tokens_per_second, faults, candidate.gpus, request.price)
 
 
 def winner(answers: Sequence[Answer], request: PlanRequest) -> PricedPlan | None:
-    """Returns the plan that reaches the goal first or at the least cost; on a tie, the one with fewer GPUs."""
+    """Returns the plan that reaches the goal first or at the lowest cost and, on a tie, the one with fewer GPUs."""
     plans = [plan for answer in answers for plan in answer.priced]
     cost = lambda goal: math.inf if goal.cost is None else goal.cost
     rank = cost if request.rank_by == "cost" else lambda goal: goal.seconds
     return min(plans, key=lambda plan: (rank(plan.goal), plan.gpus), default=None)
 
 
-_LEAST_SCALING = 0.8
-"""Scaling exponent below which adding GPUs stops paying off: the share of a proportional speed-up that must remain."""
+_MIN_SCALING = 0.8
+"""Minimum scaling exponent at which more GPUs still pay off, as a share of a proportional speed-up."""
 
 
 def knee(answers: Sequence[Answer]) -> int | None:
-    """Returns the number of GPUs beyond which more of them attain less than 80 % of a proportional speed-up; None if
-    all attain it."""
+    """Returns the number of GPUs from which on more GPUs attain less than 80 % of a proportional speed-up, or None if
+    all numbers attain it."""
     points = [(answer.gpus, answer.priced[0].goal.seconds) for answer in answers if answer.priced]
     points = [(gpus, seconds) for gpus, seconds in points if math.isfinite(seconds)]
-    for (fewer_gpus, before), (gpus, seconds) in itertools.pairwise(points):
+    for (fewer_gpus, fewer_gpus_seconds), (gpus, seconds) in itertools.pairwise(points):
         # The slope of the curve on logarithmic axes: 1 if twice the GPUs take half the time.
-        if math.log(before / seconds) / math.log(gpus / fewer_gpus) < _LEAST_SCALING:
+        if math.log(fewer_gpus_seconds / seconds) / math.log(gpus / fewer_gpus) < _MIN_SCALING:
             return fewer_gpus
     return None
 
 
 def reasons(search: Search, answer: Answer) -> list[str]:
-    """Explains in numbers why the winner wins."""
+    """Returns lines that explain with numbers why the winner wins."""
     best = answer.priced[0].plan
     if answer.gpus == 1:
-        return ["there is one GPU: nothing is split"]
+        return ["there is only one GPU, so nothing is split"]
     lines = [
-        _data_parallel(search, answer, best), *_axes(search, answer, best), _zero(search, answer, best),
-        _too_large(search, answer, best),
-    ]  # fmt: skip
+        _data_parallel_reason(search, answer, best),
+        *_axis_reasons(search, answer, best),
+        _zero_reason(search, answer, best),
+        _too_large_reason(search, answer, best),
+    ]
     return [line for line in lines if line]
 
 
-def _data_parallel(search: Search, answer: Answer, best: Plan) -> str:
-    """States whether data parallelism alone fits."""
+def _data_parallel_reason(search: Search, answer: Answer, best: Plan) -> str:
+    """Says whether the run fits with data parallelism alone."""
     if best.candidate.data == answer.gpus:
         return "data parallelism alone fits, and nothing is faster"
-    alone = [guess for guess in answer.guesses if guess.candidate.data == answer.gpus]
-    if not alone:
-        return "data parallelism alone: the batch does not divide among so many replicas"
-    least = min(alone, key=search.peak)
+    data_parallel_only = [guess for guess in answer.guesses if guess.candidate.data == answer.gpus]
+    if not data_parallel_only:
+        return "data parallelism alone: the batch cannot be split evenly among that many replicas"
+    least = min(data_parallel_only, key=search.peak)
     if not search.fits(least):
         return (
             f"data parallelism alone needs at least {size(search.peak(least))} per GPU, {size(least.memory.state)} of "
-            f"it for parameters and moments: {size(search.peak(least) - search.limit)} more than the "
+            f"it for parameters and moments. That is {size(search.peak(least) - search.limit)} more than the "
             f"{size(search.limit)} that a GPU has, so the state is split"
         )
-    fastest = min(filter(search.fits, alone), key=lambda guess: guess.seconds)
-    return f"data parallelism alone may fit, and is estimated at {_ratio(fastest, best)} of the winner's step"
+    fastest = min(filter(search.fits, data_parallel_only), key=lambda guess: guess.seconds)
+    return f"data parallelism alone may fit, and is estimated at {_ratio_to_winner(fastest, best)} of the winner's step"
 
 
-def _axes(search: Search, answer: Answer, best: Plan) -> list[str]:
-    """States what tensor and pipeline parallelism would cost or save."""
-    lines, fitting = [], [guess for guess in answer.guesses if search.fits(guess)]
+def _axis_reasons(search: Search, answer: Answer, best: Plan) -> list[str]:
+    """Says what tensor and pipeline parallelism save, or what they would cost."""
+    lines = []
+    fitting = [guess for guess in answer.guesses if search.fits(guess)]
     for axis, name in ((axis.name, axis.parallelism) for axis in reversed(AVAILABLE_AXES) if axis.parallelism):
-        size = lambda guess, axis=axis: getattr(guess.candidate, axis)
+        axis_size = lambda guess, axis=axis: getattr(guess.candidate, axis)
         # If the winner uses the axis, compare it with the best mesh without it.
         if getattr(best.candidate, axis) > 1:
-            without = [guess for guess in fitting if size(guess) == 1]
+            without = [guess for guess in fitting if axis_size(guess) == 1]
             if not without:
                 lines.append(f"without {name} nothing fits")
                 continue
@@ -169,9 +175,9 @@ def _axes(search: Search, answer: Answer, best: Plan) -> list[str]:
             continue
 
         # Otherwise compare it with the best mesh that uses the axis.
-        using = [guess for guess in fitting if size(guess) > 1]
+        using = [guess for guess in fitting if axis_size(guess) > 1]
         if not using:
-            lines.append(f"{name}: no mesh with it divides and fits")
+            lines.append(f"{name}: no mesh that uses it splits the model evenly and fits")
             continue
         rival = min(using, key=lambda guess: guess.seconds)
         links = rival.estimate.links
@@ -184,8 +190,9 @@ def _axes(search: Search, answer: Answer, best: Plan) -> list[str]:
     return lines
 
 
-def _zero(search: Search, answer: Answer, best: Plan) -> str | None:
-    """States the time and memory of the winner's mesh with the other ZeRO stages; None if none was estimated."""
+def _zero_reason(search: Search, answer: Answer, best: Plan) -> str | None:
+    """Says what time and memory the winner's mesh needs with the other ZeRO stages. Returns None if none was
+    estimated."""
     zero = best.candidate.zero
     others = [
         f"{guess.candidate.zero} is {_estimated_ratio(guess, best)} and needs {size(search.peak(guess))}"
@@ -196,9 +203,9 @@ def _zero(search: Search, answer: Answer, best: Plan) -> str | None:
     return f"ZeRO {zero} needs {size(search.peak(best.guess))}; {', '.join(others)}" if others else None
 
 
-def _too_large(search: Search, answer: Answer, best: Plan) -> str | None:
-    """Names what a faster mesh lacks: of the meshes estimated to be faster that do not fit, the one that needs least
-    memory."""
+def _too_large_reason(search: Search, answer: Answer, best: Plan) -> str | None:
+    """Names a mesh that would be faster but does not fit, and says how much memory it lacks. Of several, it is the one
+    that needs the least memory. Returns None if there is no such mesh."""
     faster = [guess for guess in answer.guesses if guess.seconds < 0.99 * best.guess.seconds and not search.fits(guess)]
     if not faster:
         return None
@@ -211,9 +218,10 @@ def _too_large(search: Search, answer: Answer, best: Plan) -> str | None:
 
 
 def advice(search: Search, best: PricedPlan) -> list[str]:
-    """Lists possible improvements over the winner, by the rules of `report --advise` as far as a plan can apply
-    them."""
-    plan, config = best.plan, search.config
+    """Returns lines with possible improvements over the winner. The rules are those of `report --advise`, as far as a
+    plan can apply them."""
+    plan = best.plan
+    config = search.config
     seconds = plan.seconds
     lines = []
     if plan.prediction.exposed > EXPOSED_SHARE * seconds:
@@ -223,7 +231,7 @@ def advice(search: Search, best: PricedPlan) -> list[str]:
         axis = max(sorted(waits), key=lambda name: waits[name])
         lines.append(
             f"communication-bound: a GPU waits for {plan.prediction.exposed / seconds:.0%} of a step, most of it along "
-            f"{axis} ({waits[axis]:.2g} s); more rows a step, fewer GPUs or a faster network would change that"
+            f"{axis} ({waits[axis]:.2g} s); more rows per step, fewer GPUs or a faster network would change that"
         )
     if plan.prediction.bubble > IDLE_SHARE * seconds:
         lines.append(
@@ -232,26 +240,28 @@ def advice(search: Search, best: PricedPlan) -> list[str]:
         )
     if plan.peak < MEMORY_SHARE * plan.limit:
         lines.append(
-            f"memory unused: a step uses {plan.peak / plan.limit:.0%} of it; the run also fits on fewer GPUs, see "
-            "--gpus with several numbers"
+            f"memory unused: a step uses {plan.peak / plan.limit:.0%} of it; the run also fits on fewer GPUs, so "
+            "give --gpus several numbers"
         )
-    interval, every = best.faults.interval_seconds, config.checkpoint.every_steps * seconds
-    if config.checkpoint.every_minutes is None and not interval / 3 < every < 3 * interval:
-        configured = f"every {span(every)}" if every else "only at the end"
-        often = "often" if 0 < every < interval else "rarely"
+    best_interval = best.faults.interval_seconds
+    config_interval = config.checkpoint.every_steps * seconds
+    if config.checkpoint.every_minutes is None and not best_interval / 3 < config_interval < 3 * best_interval:
+        configured = f"every {span(config_interval)}" if config_interval else "only at the end"
+        frequency = "often" if 0 < config_interval < best_interval else "rarely"
         lines.append(
-            f"checkpoints too {often}: the config saves {configured}, but every {span(interval)} loses least; set "
-            "checkpoint.every_minutes: auto and checkpoint.every_steps: 0"
+            f"checkpoints too {frequency}: the config saves {configured}, but every {span(best_interval)} loses the "
+            "least time; set checkpoint.every_minutes: auto and checkpoint.every_steps: 0"
         )
-    is_untried = not search.precisions and search.dtype(None) == "bfloat16"
-    if is_untried and "float8" in search.rates.products:
+    float8_is_untried = not search.precisions and search.dtype(None) == "bfloat16"
+    if float8_is_untried and "float8" in search.rates.products:
         lines.append("float8 was not tried: set --precisions bfloat16,float8 to try it")
     return lines
 
 
 def _estimated_ratio(guess: Guess, best: Plan) -> str:
-    return f"estimated at {_ratio(guess, best)} of the winner's step"
+    return f"estimated at {_ratio_to_winner(guess, best)} of the winner's step"
 
 
-def _ratio(guess: Guess, best: Plan) -> str:
+def _ratio_to_winner(guess: Guess, best: Plan) -> str:
+    """Returns the ratio of a candidate's estimated step time to the winner's."""
     return f"{guess.seconds / best.guess.seconds:.2f} ×"

@@ -9,11 +9,12 @@ from jaxmnt.plan.search import Search, describe
 from jaxmnt.telemetry.progress import table
 from jaxmnt.units import count, money, seconds_text, size, span
 
-_SHOWN = 6
+_MAX_PLANS = 6
+"""Maximum number of plans that are shown."""
 
 
 def show_answers(search: Search, answers: Sequence[Answer], request: PlanRequest, best: PricedPlan) -> str:
-    """Returns the whole answer; `best` is the winner among all numbers of GPUs."""
+    """Returns the text of the answer. `best` is the winner among all numbers of GPUs."""
     data = search.config.data
     network, chip = search.network, search.chip
     batch = data.global_batch_size * data.sequence_length
@@ -22,13 +23,15 @@ def show_answers(search: Search, answers: Sequence[Answer], request: PlanRequest
         f"{network.fabric} per GPU beyond",
         f"goal    {count(request.tokens)} tokens, in steps of {count(batch)}",
     ]
-    blocks = [_answer(best, request), "\n".join(lines)]
+    blocks = [_headline(best, request), "\n".join(lines)]
     if len(answers) > 1:
-        blocks.append("\n".join(_by_gpus(answers)))
+        blocks.append("\n".join(_gpu_table(answers)))
     best_answer = next(answer for answer in answers if answer.gpus == best.gpus)
-    blocks.append("\n".join(_ranked(best_answer)))
-    why = reasons(search, best_answer)
-    blocks.append("\n".join(f"why     {line}" if index == 0 else f"        {line}" for index, line in enumerate(why)))
+    blocks.append("\n".join(_plan_table(best_answer)))
+    reason_lines = reasons(search, best_answer)
+    blocks.append(
+        "\n".join(f"why     {line}" if index == 0 else f"        {line}" for index, line in enumerate(reason_lines))
+    )
     failure_source = "by published failures of GPUs" if request.hours_between_failures is None else "as given"
     blocks.append("\n".join(_winner_details(best, failure_source)))
     if suggestions := advice(search, best):
@@ -36,8 +39,8 @@ def show_answers(search: Search, answers: Sequence[Answer], request: PlanRequest
     return "\n\n".join(blocks)
 
 
-def _answer(best: PricedPlan, request: PlanRequest) -> str:
-    """Returns the headline: time and money, each with the range of the predicted step time."""
+def _headline(best: PricedPlan, request: PlanRequest) -> str:
+    """Returns the headline, in which time and money have the range of the predicted step time."""
     cost = "" if best.goal.cost is None else f" for {with_range(money, best.goal.cost)}"
     return (
         f"answer  {count(request.tokens)} tokens in {with_range(span, best.goal.seconds)}{cost}: "
@@ -45,7 +48,8 @@ def _answer(best: PricedPlan, request: PlanRequest) -> str:
     )
 
 
-def _by_gpus(answers: Sequence[Answer]) -> list[str]:
+def _gpu_table(answers: Sequence[Answer]) -> list[str]:
+    """Returns a table with the fastest plan for each number of GPUs."""
     rows: list[tuple[str, ...]] = [("GPUs", "step", "tokens/s/GPU", "goodput", "takes", "cost", "mesh")]
     knee_gpus = knee(answers)
     for answer in answers:
@@ -63,7 +67,8 @@ def _by_gpus(answers: Sequence[Answer]) -> list[str]:
     return table(rows, right={0, 1, 2, 3, 4, 5})
 
 
-def _ranked(answer: Answer) -> list[str]:
+def _plan_table(answer: Answer) -> list[str]:
+    """Returns a table with the fastest plans for one number of GPUs."""
     rows: list[tuple[str, ...]] = [
         (
             counted(answer.gpus, "GPU", "GPUs"),
@@ -78,7 +83,7 @@ def _ranked(answer: Answer) -> list[str]:
             "cost",
         )
     ]
-    for priced in answer.priced[:_SHOWN]:
+    for priced in answer.priced[:_MAX_PLANS]:
         plan, seconds = priced.plan, priced.plan.seconds
         rows.append((
             describe(plan.candidate), seconds_text(seconds),
@@ -91,17 +96,18 @@ def _ranked(answer: Answer) -> list[str]:
 
 
 def _winner_details(best: PricedPlan, failure_source: str) -> list[str]:
-    """Returns the winner's step breakdown, failures and settings. `failure_source` says where the failure rate comes
-    from."""
-    faults, prediction = best.faults, best.plan.prediction
+    """Returns lines about the components of the winner's step, its failures and its settings. `failure_source` says
+    where the rate of failures comes from."""
+    faults = best.faults
+    prediction = best.plan.prediction
     parts = ", ".join(
-        f"{name} {seconds_text(value)}"
-        for name, value in (
+        f"{name} {seconds_text(seconds)}"
+        for name, seconds in (
             ("work", prediction.work), ("waiting for communication", prediction.exposed),
             ("pipeline idle", prediction.bubble), ("slowdown by communication", prediction.contention),
             ("host", prediction.host),
         )
-        if value
+        if seconds
     )  # fmt: skip
     candidate = best.plan.candidate
     set_keys = {key: value for key, value in candidate.settings.items() if value not in (None, [], False)}

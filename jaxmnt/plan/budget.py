@@ -1,7 +1,7 @@
-"""Compares a compiled program with its budget: the bytes that it sends, and the minimum that its scheme needs.
+"""Compares what a compiled program sends with its budget, the minimum that its scheme needs, and makes the report.
 
-All bytes are per device, for bandwidth-optimal algorithms: (n - 1) / n of the whole array to gather or to scatter it
-among n devices, and twice that to all-reduce it. docs/parallelism.md derives the formulas.
+All bytes are per device, for bandwidth-optimal algorithms. To gather or scatter an array among n devices, each sends
+(n - 1) / n of the whole array, and twice that to all-reduce it. docs/parallelism.md derives the formulas.
 """
 
 import math
@@ -20,7 +20,7 @@ from jaxmnt.plan.chips import Chip
 from jaxmnt.plan.hlo import HOST_COPY, Collective, Program
 from jaxmnt.plan.predict import predict_step
 from jaxmnt.plan.rates import Rates, rates_of
-from jaxmnt.plan.timeline import Round, Timeline, replay_program
+from jaxmnt.plan.timeline import CollectiveTime, Round, Timeline, replay_program
 from jaxmnt.training import engine
 from jaxmnt.training.build import build_spec
 from jaxmnt.training.compile import compile_step, measure_memory
@@ -34,55 +34,62 @@ from jaxmnt.training.trained import axes_by_name
 from jaxmnt.units import size
 
 Traffic = dict[tuple[str, str], float]
-"""Bytes by (kind, axis)."""
+"""Bytes sent per device and step, by (kind of collective, mesh axes)."""
 
 
 def minimum_traffic(spec: StepSpec) -> Traffic:
-    """Returns the bytes that the scheme needs, by kind of collective and mesh axis. It leaves out small arrays:
-    scalars, scales, biases, and the loss's sums over the vocabulary, which `small_traffic_bound` bounds."""
+    """Returns the bytes that a step has to send. It leaves out small arrays, which are scalars, scales, biases, and the
+    loss's sums over the vocabulary. `small_traffic_bound` bounds these."""
     config, placement = spec.config, spec.placement
-    microbatches, stages, shares = spec.num_microbatches, placement.stages, placement.sizes
-    work = microbatches * spec.schedule.chunks
+    microbatches = spec.num_microbatches
+    stages = placement.stages
+    passes = microbatches * spec.schedule.chunks
     traffic: Traffic = defaultdict(float)
 
-    # Weights are gathered and their gradients scattered, or summed over replicas (docs/parallelism.md).
-    compute, reduce, zero = spec.dtype.itemsize, spec.reduce_dtype.itemsize, spec.zero
-    trained, in_float8 = set(axes_by_name(spec.trained_axes)), gathered_in_float8(spec)
+    # Weights are gathered, and their gradients scattered, or summed over replicas (docs/parallelism.md).
+    compute_bytes, reduce_bytes = spec.dtype.itemsize, spec.reduce_dtype.itemsize
+    zero = spec.zero
+    trained = set(axes_by_name(spec.trained_axes))
+    in_float8 = gathered_in_float8(spec)
     for name, leaf, names in _weights(spec):
         stored = elements_per_device(leaf)
         gathered = placement.gathered_axes(names)
         if gathered is not None:
-            over = "×".join(gathered[1])
-            num_shards = math.prod(shares[axis] for axis in gathered[1])
+            _, gathering_axes = gathered
+            over = "×".join(gathering_axes)
+            num_shards = math.prod(placement.sizes[axis] for axis in gathering_axes)
             uses = 2 if names[0] in spec.slots else 1
             gathers = microbatches * uses if zero == 3 else 1
             scatters = 1 if zero == 1 else microbatches
-            gathered_bytes = 1 if name in in_float8 else compute
+            gathered_bytes = 1 if name in in_float8 else compute_bytes
             traffic["all-gather", over] += gathers * stored * (num_shards - 1) * gathered_bytes
-            traffic["reduce-scatter", over] += (name in trained) * scatters * stored * (num_shards - 1) * reduce
-        for axis in {*REPLICA_AXES} & {*placement.replicated_axes(names)} if name in trained else ():
-            traffic["all-reduce", axis] += 2 * stored * reduce * (1 - 1 / shares[axis])
+            traffic["reduce-scatter", over] += (name in trained) * scatters * stored * (num_shards - 1) * reduce_bytes
+        replicating_axes = {*REPLICA_AXES} & {*placement.replicated_axes(names)} if name in trained else ()
+        for axis in replicating_axes:
+            traffic["all-reduce", axis] += 2 * stored * reduce_bytes * (1 - 1 / placement.sizes[axis])
 
     # Tensor parallelism gathers and scatters activations over the sequence length.
-    whole = spec.microbatch_rows * config.data.sequence_length * config.model.hidden_size * compute
-    over, pieces = "×".join(placement.mesh_axes("sequence")), placement.num_shards("sequence")
+    whole = spec.microbatch_rows * config.data.sequence_length * config.model.hidden_size * compute_bytes
+    over = "×".join(placement.mesh_axes("sequence"))
+    pieces = placement.num_shards("sequence")
     if pieces > 1:
         part = 1 - 1 / pieces
         gathers, scatters = layer_collectives(config.train.remat)
         widths = {group.name: len(group.pattern) for group in spec.definition.groups}
         depth = sum(widths[name] * len(rows[0]) for name, rows in spec.slots.items()) // spec.schedule.chunks
         if placement.overlap == "ring":  # the same bytes, from device to device
-            traffic["collective-permute", over] += work * depth * (gathers + scatters) * whole * part
+            traffic["collective-permute", over] += passes * depth * (gathers + scatters) * whole * part
             gathers = scatters = 0
-        # The 2 are those of the ends: the embedding's sum and its gradient, the head's input and its gradient.
-        traffic["all-gather", over] += (work * depth * gathers + 2 * microbatches) * whole * part
-        traffic["reduce-scatter", over] += (work * depth * scatters + 2 * microbatches) * whole * part
+        # The 2 stand for the embedding and the head. The embedding's sum is scattered and its gradient gathered, and
+        # the head's input is gathered and its gradient scattered.
+        traffic["all-gather", over] += (passes * depth * gathers + 2 * microbatches) * whole * part
+        traffic["reduce-scatter", over] += (passes * depth * scatters + 2 * microbatches) * whole * part
 
     # Pipeline stages pass activations on, and share the embedding and the head.
     if stages > 1:
         boundary = whole / pieces
         traffic["collective-permute", STAGE_AXIS] += 2 * spec.schedule.ticks * boundary
-        # The 4: the embedding, its gradient, the head's input and its gradient.
+        # The 4 stand for the embedding, its gradient, the head's input, and its gradient.
         traffic["all-reduce", STAGE_AXIS] += 4 * microbatches * 2 * boundary * (1 - 1 / stages)
     return dict(traffic)
 
@@ -103,8 +110,8 @@ def gathered_in_float8(spec: StepSpec) -> set[str]:
 
 
 def small_traffic_bound(spec: StepSpec) -> float:
-    """Returns an upper bound, in bytes per step, of what `minimum_traffic` leaves out: scales and biases, and five
-    numbers per token of the loss in every tick of a pipeline."""
+    """Returns an upper bound, in bytes per step, on what `minimum_traffic` leaves out. This is scales and biases, and
+    five numbers per token for the loss in every tick of a pipeline."""
     vectors = [leaf for _, leaf, names in parameters_of(spec) if SCALES_AND_BIASES & {*names}]
     elements = sum(map(elements_per_device, vectors))
     tokens = spec.schedule.ticks * spec.microbatch_rows * spec.config.data.sequence_length
@@ -112,8 +119,8 @@ def small_traffic_bound(spec: StepSpec) -> float:
 
 
 def ideal_state_bytes(spec: StepSpec) -> float:
-    """Returns the bytes of parameters and optimizer state per device if all were split over every axis, except over
-    replicas unless the rules split over them."""
+    """Returns the bytes of parameters and optimizer state that a device would have if all of them were split over every
+    axis. Replica axes count only if the rules split parameters over them."""
     state, placement = abstract_state(spec), spec.placement
     replicas = math.prod(placement.sizes[axis] for axis in REPLICA_AXES if axis not in placement.mesh_axes("embed"))
     total = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((state["params"], state["optimizer"])))
@@ -126,7 +133,7 @@ def _weights(spec: StepSpec) -> list[tuple[str, jax.ShapeDtypeStruct, Axes]]:
 
 
 def notes(spec: StepSpec) -> list[str]:
-    """Lists what differs from a plain reading of the config: padding, uneven splits, layouts, settings without
+    """Lists what one might not expect from the config, such as padding, uneven splits, layouts, and settings without
     effect."""
     model, placement = spec.config.model, spec.placement
     lines = []
@@ -137,12 +144,12 @@ def notes(spec: StepSpec) -> list[str]:
         if axis in spec.layout.dimensions:
             padded = len(spec.layout.dimensions[axis].slots)
             num_shards = placement.num_shards(axis)
-            lines.append(f"{key}: {extent} is padded with zeros to {padded}, which divides among {num_shards} devices")
+            lines.append(f"{key}: {extent} is padded with zeros to {padded}, to split it among {num_shards} devices")
     assert model.num_kv_heads
     [axis] = RULES["kv_heads"]
     if model.num_kv_heads % placement.sizes[axis]:
         lines.append(
-            f"model.num_kv_heads: {model.num_kv_heads} do not divide among mesh.{axis} {placement.sizes[axis]}: "
+            f"model.num_kv_heads: {model.num_kv_heads} cannot be split evenly by mesh.{axis} {placement.sizes[axis]}: "
             "their weights are stored once, and each device computes the heads that its queries need"
         )
     if spec.float8:
@@ -153,16 +160,16 @@ def notes(spec: StepSpec) -> list[str]:
         )
     slots = [unit for rows in spec.slots.values() for row in rows for unit in row]
     if empty := slots.count(None):
-        lines.append(f"pipeline: {empty} of {len(slots)} slots for layers are empty: stages are uneven")
+        lines.append(f"pipeline: {empty} of {len(slots)} slots for layers are empty, because stages are uneven")
     facts = schedule_facts(spec)
     if facts and facts["chunks"] > 1 and facts["microbatches"] % facts["stages"]:
         lines.append(
             f"pipeline: {facts['microbatches']} microbatches do not fill rounds of {facts['stages']} stages; "
             f"stages idle for {facts['idle_percent']} % of the time; use a multiple of {facts['stages']}"
         )
-    moving = relayout_bytes(spec, abstract_state(spec))
-    if moving:
-        lines.append(f"checkpoint: it is stored in another layout; a save needs {size(moving)} more per device")
+    extra_bytes = relayout_bytes(spec, abstract_state(spec))
+    if extra_bytes:
+        lines.append(f"checkpoint: it is stored in another layout; a save needs {size(extra_bytes)} more per device")
     if facts and facts["microbatches"] < facts["stages"]:
         lines.append(
             f"pipeline: {microbatches_text(facts['microbatches'])} for {facts['stages']} stages; "
@@ -172,10 +179,10 @@ def notes(spec: StepSpec) -> list[str]:
 
 
 def _without_effect(spec: StepSpec) -> list[str]:
-    """Names settings of the config that change nothing on this mesh, each with the reason."""
+    """Returns a line for each setting of the config that has no effect on this mesh, with the reason."""
     config, placement = spec.config, spec.placement
     on_cpus = placement.mesh.size > 1 and placement.on_cpu
-    alone = placement.stages == 1
+    has_no_pipeline = placement.stages == 1
     reasons = {
         "mesh.prefetch": bool(config.mesh.prefetch) and not spec.prefetch and "no weights of layers are gathered",
         "model.overlap": config.model.overlap in ("ring", "rows") and placement.overlap == "off" and "mesh.model is 1",
@@ -183,8 +190,8 @@ def _without_effect(spec: StepSpec) -> list[str]:
         and "no device has the gradient of a part of the batch",
         "train.remat_save": bool(config.train.remat_save) and config.train.remat != "names"
         and "it applies only to train.remat names",
-        "pipeline.schedule": config.pipeline.schedule != "1f1b" and alone and "there is no pipeline",
-        "pipeline.layers": config.pipeline.layers is not None and alone and "there is no pipeline",
+        "pipeline.schedule": config.pipeline.schedule != "1f1b" and has_no_pipeline and "there is no pipeline",
+        "pipeline.layers": config.pipeline.layers is not None and has_no_pipeline and "there is no pipeline",
         "run.compile_cache": config.run.compile_cache is not None and on_cpus
         and "programs of several CPU devices are not cached",
     }  # fmt: skip
@@ -192,42 +199,47 @@ def _without_effect(spec: StepSpec) -> list[str]:
 
 
 def microbatches_text(microbatches: int) -> str:
+    """Returns a number of microbatches in words."""
     return f"{microbatches} microbatch{'es' * (microbatches > 1)}"
 
 
 def schedule_facts(spec: StepSpec) -> dict[str, Any] | None:
-    """Returns the pipeline's schedule in numbers; None without a pipeline. `idle_percent` is a share of a stage's
-    time."""
+    """Returns numbers that describe the pipeline's schedule, or None without a pipeline. `idle_percent` is the share of
+    its time for which a stage is idle."""
     schedule = spec.schedule
     if schedule.stages == 1:
         return None
-    share = schedule.idle_share()
+    idle_share = schedule.idle_share()
     return {
         "name": schedule.name,
         "stages": schedule.stages,
         "chunks": schedule.chunks,
         "microbatches": schedule.microbatches,
         "ticks": schedule.ticks,
-        "idle_percent": round(100 * share / (1 + share), 1),
+        "idle_percent": round(100 * idle_share / (1 + idle_share), 1),
         "in_flight": [schedule.in_flight(stage) for stage in range(schedule.stages)],
     }
 
 
 Report = dict[str, Any]
+"""The type of the report that `make_report` returns."""
 
 
 def make_report(
     spec: StepSpec, hosts: Callable[[jax.Device], int], chip: Chip | None, rates: Rates | None = None
 ) -> Report:
-    """Compiles the step for the spec's devices and reports everything about it. `chip` sets their memory, and also
-    their rates unless `rates` is given."""
+    """Compiles the step for the spec's devices and returns a report with everything about it.
+
+    `hosts` maps a device to its host. `chip` determines the memory of the devices and, unless `rates` are given, their
+    rates. Without `chip` and `rates`, the report has no times.
+    """
     if rates is None and chip is not None:
         rates = rates_of(chip)
     state = abstract_state(spec)
     memory = None if chip is None else GpuMemory(chip.memory, OUR_MEMORY_FRACTION * chip.memory)
-    started = time.perf_counter()
+    start_seconds = time.perf_counter()
     step = compile_step(spec, state, memory)
-    seconds = time.perf_counter() - started
+    compile_seconds = time.perf_counter() - start_seconds
     text = step.as_text()
     needed = measure_memory(spec, state, step, None if memory is None else round(memory.usable))
     timeline = replay_step(spec, text, hosts, rates)
@@ -255,12 +267,12 @@ def make_report(
         "prediction": None if rates is None else predict_step(spec, timeline, rates, needed.temporary).to_json(),
         "rounds": [] if rates is None else round_rows(spec, timeline),
         "besides": [] if rates is None else other_work_rows(timeline),
-        "compile_seconds": round(seconds, 1),
+        "compile_seconds": round(compile_seconds, 1),
     }
 
 
 def parameter_rows(spec: StepSpec) -> list[dict[str, Any]]:
-    """Returns one entry per parameter with its placement."""
+    """Returns an entry for each parameter, with its shape and placement."""
     placement = spec.placement
     return [
         {
@@ -276,15 +288,15 @@ def parameter_rows(spec: StepSpec) -> list[dict[str, Any]]:
 
 
 def replay_step(spec: StepSpec, text: str, hosts: Callable[[jax.Device], int], rates: Rates | None) -> Timeline:
-    """Replays a step of the compiled program at the rates of its devices, if known."""
+    """Replays a step of the compiled program, whose text is given, at the rates of its devices, if they are known."""
     devices = list(spec.placement.mesh.devices.flat)
     host_of = [hosts(device) for device in devices].__getitem__
     return replay_program(Program(text), len(devices), rates, host_of, _branch_share(spec))
 
 
 def step_times(timeline: Timeline) -> dict[str, float]:
-    """Returns the time of the replayed step, and its share of communication that no work hides."""
-    communication = sum(played.seconds for played in timeline.collectives)
+    """Returns the times of the replayed step, with the part of its communication that no work hides."""
+    communication = sum(collective_time.seconds for collective_time in timeline.collectives)
     return {
         "step_seconds": round(timeline.seconds, 4),
         "work_seconds": round(timeline.seconds - timeline.exposed, 4),
@@ -299,64 +311,77 @@ _DIGITS = {
     "times": 3, "bytes_sent": None, "seconds": 6, "exposed_seconds": 6, "flops_meanwhile": None,
     "work_seconds_meanwhile": 6,
 }  # fmt: skip
-"""Numbers of a collective in a report, and the digits that each is rounded to (None: to an integer)."""
+"""Numbers about a collective in a report, and the decimal places to which each is rounded; None for an integer."""
 
 
 def collective_rows(spec: StepSpec, timeline: Timeline, hosts: Callable[[jax.Device], int]) -> list[dict[str, Any]]:
-    """Sums up the collectives of a step by kind, axis and dtype: executions, bytes sent per device, seconds they take,
-    seconds the device waits for them, and the FLOPs of matrix products and attention that run meanwhile."""
+    """Sums up the collectives of a step by kind, axis and dtype. An entry has the number of executions, the bytes sent
+    per device, the seconds that the collectives take, the seconds for which the device waits for them, and the work and
+    the FLOPs of matrix products and attention meanwhile."""
     axis_of = _axis_namer(spec)
     host = np.array([hosts(device) for device in spec.placement.mesh.devices.flat])
     sums: dict[tuple[str, str, str], np.ndarray] = defaultdict(lambda: np.zeros(len(_DIGITS)))
     across_hosts: set[tuple[str, str, str]] = set()
-    for played in timeline.collectives:
-        collective, times = played.collective, played.times
+    for collective_time in timeline.collectives:
+        collective, times = collective_time.collective, collective_time.times
         key = (collective.kind, axis_of(collective), collective.dtype)
-        sums[key] += times, collective.sent * times, played.seconds, played.exposed, played.flops, played.covered
+        sums[key] += (
+            times,
+            collective.sent * times,
+            collective_time.seconds,
+            collective_time.exposed,
+            collective_time.flops,
+            collective_time.work_meanwhile,
+        )
         if any(len(set(host[list(group)])) > 1 for group in collective.groups):
             across_hosts.add(key)
     rows = []
     # Collectives that send the most come first.
-    for key, values in sorted(sums.items(), key=lambda entry: (-entry[1][1], entry[0])):
+    for key, totals in sorted(sums.items(), key=lambda entry: (-entry[1][1], entry[0])):
         kind, axis, dtype = key
         ends = "hosts" if key in across_hosts else "devices of a host"
         between = "device and host" if kind == HOST_COPY else ends
-        numbers = {name: round(value, _DIGITS[name]) for name, value in zip(_DIGITS, values.tolist(), strict=True)}
+        numbers = {name: round(value, _DIGITS[name]) for name, value in zip(_DIGITS, totals.tolist(), strict=True)}
         rows.append({"kind": kind, "axis": axis, "dtype": dtype, **numbers, "between": between})
     return rows
 
 
 def round_rows(spec: StepSpec, timeline: Timeline) -> list[dict[str, Any]]:
-    """Returns, for each loop body, its collectives with the seconds at which they begin, end, and are waited for."""
+    """Returns an entry for each round, with the seconds at which its collectives begin, end, and are waited for."""
     axis_of = _axis_namer(spec)
     return [
         {
-            "of": _round_name(iteration),
+            "of": _describe_round(iteration),
             "times": round(iteration.times, 3),
             "seconds": round(iteration.seconds, 6),
-            "collectives": [
-                {
-                    "kind": played.collective.kind,
-                    "axis": axis_of(played.collective),
-                    "dtype": played.collective.dtype,
-                    "bytes_sent": round(played.collective.sent),
-                    **dict(
-                        zip(("begins", "ends", "waited_for"), (round(second, 6) for second in played.span), strict=True)
-                    ),
-                    "flops_meanwhile": round(played.flops / played.times) if played.times else 0,
-                }
-                for played in iteration.collectives
-            ],
+            "collectives": [_round_entry(collective_time, axis_of) for collective_time in iteration.collectives],
         }
         for iteration in sorted(timeline.rounds, key=lambda entry: -entry.times * entry.seconds)
     ]
 
 
-_LEAST_SHARE = 0.002
+def _round_entry(collective_time: CollectiveTime, axis_of: Callable[[Collective], str]) -> dict[str, Any]:
+    """Returns the entry of a collective in a round."""
+    collective, times = collective_time.collective, collective_time.times
+    begins, ends, waited_for = (round(second, 6) for second in collective_time.span)
+    return {
+        "kind": collective.kind,
+        "axis": axis_of(collective),
+        "dtype": collective.dtype,
+        "bytes_sent": round(collective.sent),
+        "begins": begins,
+        "ends": ends,
+        "waited_for": waited_for,
+        "flops_meanwhile": round(collective_time.flops / times) if times else 0,
+    }
+
+
+_MIN_OTHER_WORK_SHARE = 0.002
+"""Minimum share of a step's time for work to be listed by `other_work_rows`."""
 
 
 def other_work_rows(timeline: Timeline) -> list[dict[str, Any]]:
-    """Lists the slowest work besides matrix products, attention and communication: arrays that are read and written."""
+    """Returns entries for the slowest work that reads and writes arrays, but is no matrix product or attention."""
     return [
         {
             "what": work.instruction.op_name.rsplit("/", 1)[-1] or work.instruction.opcode,
@@ -367,15 +392,15 @@ def other_work_rows(timeline: Timeline) -> list[dict[str, Any]]:
             "seconds": round(work.seconds, 6),
         }
         for work in timeline.other_work[:8]
-        if work.seconds > _LEAST_SHARE * timeline.seconds
+        if work.seconds > _MIN_OTHER_WORK_SHARE * timeline.seconds
     ]
 
 
 _SCOPES = (engine.ENTER, engine.FORWARD, engine.LOSS, engine.BACKWARD, engine.LEAVE)
 
 
-def _round_name(iteration: Round) -> str:
-    """Names what a round computes by the engine's scopes in it: a layer, the loss, or several of these."""
+def _describe_round(iteration: Round) -> str:
+    """Returns what a round computes, judged by the engine's scopes in it, such as a layer or the loss."""
     names = {
         engine.BACKWARD: "a layer backward", engine.FORWARD: "a layer forward", engine.LOSS: "the loss",
         engine.ENTER: "the embedding", engine.LEAVE: "the embedding backward",
@@ -387,24 +412,24 @@ def _round_name(iteration: Round) -> str:
 
 
 def _branch_share(spec: StepSpec) -> Callable[[str], float | None]:
-    """Returns a function that maps an operation's scope to how often its condition in the loop over ticks is true."""
+    """Returns a function that maps an operation's scope to the share of ticks in which its branch is taken."""
     schedule = spec.schedule
-    work = schedule.microbatches * schedule.chunks / schedule.ticks
-    passing = schedule.microbatches / schedule.ticks
+    layer_share = schedule.microbatches * schedule.chunks / schedule.ticks
+    end_share = schedule.microbatches / schedule.ticks
     shares = {
-        engine.FORWARD: work, engine.BACKWARD: work,
-        engine.LOSS: passing, engine.ENTER: passing, engine.LEAVE: passing,
+        engine.FORWARD: layer_share, engine.BACKWARD: layer_share,
+        engine.LOSS: end_share, engine.ENTER: end_share, engine.LEAVE: end_share,
     }  # fmt: skip
 
-    def share(op_name: str) -> float | None:
+    def share_of(op_name: str) -> float | None:
         scopes = op_name.split("/")
         return next((part for scope, part in shares.items() if scope in scopes), None)
 
-    return share
+    return share_of
 
 
 def _axis_namer(spec: StepSpec) -> Callable[[Collective], str]:
-    """Returns a function that names the mesh axes along which a collective's groups run."""
+    """Returns a function from a collective to the names of the mesh axes along which it runs."""
     sizes = {axis: size for axis, size in spec.placement.sizes.items() if size > 1}
     count = spec.placement.mesh.size
     coordinates = np.stack(np.unravel_index(np.arange(count), list(sizes.values()) or [1]), axis=1)
@@ -414,11 +439,13 @@ def _axis_namer(spec: StepSpec) -> Callable[[Collective], str]:
             return "-"
         # A collective runs along the axes in which the coordinates of a group's devices differ.
         groups = collective.groups
-        differ = np.any([np.any(coordinates[list(group)] != coordinates[group[0]], axis=0) for group in groups], axis=0)
-        along = [axis for axis, differs in zip(sizes, differ, strict=False) if differs]
-        # Only groups of all devices along these axes are named after them.
-        together = math.prod(sizes[axis] for axis in along)
+        differing = np.any(
+            [np.any(coordinates[list(group)] != coordinates[group[0]], axis=0) for group in groups], axis=0
+        )
+        axes = [axis for axis, differs in zip(sizes, differing, strict=False) if differs]
+        # The collective has the name of these axes only if each group has all devices along them.
+        together = math.prod(sizes[axis] for axis in axes)
         is_complete = len(groups) * together == count and all(len(group) == together for group in groups)
-        return "×".join(along) if is_complete or collective.kind == "collective-permute" else "other groups"
+        return "×".join(axes) if is_complete or collective.kind == "collective-permute" else "other groups"
 
     return name

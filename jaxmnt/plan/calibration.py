@@ -1,4 +1,5 @@
-"""Rates measured on the user's own hosts, stored in a file. They replace the table values of those devices. No JAX."""
+"""Rates that were measured on the user's own hosts, stored in a file. They replace the rates from the data sheets of
+those devices. Does not import JAX."""
 
 import math
 from dataclasses import replace
@@ -12,45 +13,53 @@ from jaxmnt.plan.rates import BETWEEN_HOSTS, GRADIENT, WITHIN_HOST, CollectiveRa
 from jaxmnt.strict_json import json_text
 
 FORMAT = 1
+"""Version of the file's format."""
 CPU = "cpu"
+"""JAX's name of CPU devices."""
 
 
 class _Part(BaseModel):
+    """A part of the file. Unknown keys and numbers that are not finite are refused."""
+
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class Products(_Part):
-    """FLOP/s of matrix products at all combinations of sizes of m, n and k, k fastest."""
+    """FLOP/s of matrix products [m, k] × [k, n], where m, n and k each take all sizes."""
 
     dtype: str
     gradient: bool
     """True if the product contracts over rows, as a weight's gradient does."""
     sizes: tuple[PositiveFloat, ...]
     rates: tuple[PositiveFloat, ...]
+    """Rates for all (m, n, k), in which k varies fastest and m slowest."""
 
 
 class Attention(_Part):
-    """FLOP/s of attention on long rows, over the pairs that a causal mask leaves, and the row length that attains
-    half."""
+    """Rates of attention in long rows. They count only the pairs that a causal mask leaves."""
 
     forward: PositiveFloat
+    """FLOP/s in forward."""
     backward: PositiveFloat
+    """FLOP/s in backward."""
     half_length: float
+    """The row length at which attention attains half of these rates."""
 
 
 class Collective(_Part):
-    """Duration of one collective in seconds: `start`, `step` for each step of a ring, and its bytes at `rate` per
-    second."""
+    """The terms of a collective's duration. It is `start` seconds, plus `step` seconds for each step of a ring, plus
+    the time of its bytes at `rate` bytes per second."""
 
     kind: str
     place: str
+    """`rates.WITHIN_HOST` or `rates.BETWEEN_HOSTS`."""
     start: float
     step: float
     rate: PositiveFloat
 
 
 class Calibration(_Part):
-    """Measured rates of devices of one kind. They are per second and per device, while all devices compute."""
+    """Measured rates of devices of one kind, per device, while all devices are busy."""
 
     format: PositiveInt = FORMAT
     kind: str
@@ -63,29 +72,32 @@ class Calibration(_Part):
     memory: PositiveFloat
     """Bytes per second of work that is neither a matrix product nor attention."""
     instruction: float
-    """Minimum seconds of each instruction."""
+    """Seconds to start each instruction."""
     page_faults: float
     """Seconds that the kernel takes per byte of temporary memory that it maps anew in each step."""
     attention: Attention | None = None
-    """None where attention consists of matrix products."""
+    """None if attention consists of matrix products."""
     to_host: PositiveFloat | None = None
-    """Bytes per second to the host's memory, if a device has memory of its own."""
+    """Bytes per second to the host's memory; None if a device has no memory of its own."""
     collectives: tuple[Collective, ...] = ()
 
     def rates(self, table: Rates | None) -> Rates:
-        """Returns the measured rates, and the table's rates for what was not measured. Without a table, attention runs
-        at the rate of matrix products, and collectives that were not measured take no time: see `check_fits`."""
+        """Returns the measured rates, and the rates of `table` for what was not measured.
+
+        Without a table, attention runs at the rate of matrix products, and collectives that were not measured take no
+        time. `check_calibration` refuses a calibration that lacks collectives which the plan uses.
+        """
         curves = {
             (product.dtype, GRADIENT if product.gradient else ""): Curve(product.sizes, product.rates)
             for product in self.products
         }
-        largest = {dtype: max(curve.rates) for (dtype, gradient), curve in curves.items() if not gradient}
+        largest_rates = {dtype: max(curve.rates) for (dtype, gradient), curve in curves.items() if not gradient}
         collectives = {
             (measured.kind, measured.place): CollectiveRate(measured.start, measured.step, measured.rate)
             for measured in self.collectives
         }
         table = table or Rates(
-            products={}, attention=max(largest.values()), memory=self.memory,
+            products={}, attention=max(largest_rates.values()), memory=self.memory,
             within_host=math.inf, between_hosts=math.inf, to_host=math.inf,
         )  # fmt: skip
 
@@ -95,7 +107,7 @@ class Calibration(_Part):
 
         rates = replace(
             table,
-            products={**table.products, **largest},
+            products={**table.products, **largest_rates},
             curves=curves,
             memory=self.memory,
             instruction=self.instruction,
@@ -116,7 +128,7 @@ class Calibration(_Part):
 
 
 def read_calibration(path: Path) -> Calibration:
-    """Reads a calibration file. Raises `ConfigError` if it is not one."""
+    """Reads a calibration file. Raises `ConfigError` if it cannot be read or has other contents."""
     try:
         calibration = Calibration.model_validate_json(path.read_bytes())
     except OSError as error:
@@ -125,7 +137,7 @@ def read_calibration(path: Path) -> Calibration:
         first = error.errors(include_url=False)[0]
         where = ".".join(map(str, first["loc"])) or "the file"
         raise ConfigError(
-            f"--calibration: {path} must be a file of preflight --calibrate: {where}: {first['msg']}; measure again"
+            f"--calibration: {path} was not written by preflight --calibrate: {where}: {first['msg']}; measure again"
         ) from error
     is_complete = all(len(product.rates) == len(product.sizes) ** 3 for product in calibration.products)
     if calibration.format != FORMAT or not is_complete:
@@ -133,14 +145,18 @@ def read_calibration(path: Path) -> Calibration:
     return calibration
 
 
-def check_fits(calibration: Calibration, path: Path, chip: Chip | None, hosts: int, devices: int) -> None:
-    """Raises `ConfigError` if a calibration is of other devices than the plan's (virtual CPU devices without a chip),
-    or if it lacks a link that the plan uses and no table has."""
+def check_calibration(calibration: Calibration, path: Path, chip: Chip | None, hosts: int, devices: int) -> None:
+    """Checks that a plan can use a calibration. `chip` is None for virtual CPU devices.
+
+    Raises `ConfigError` if other devices were measured, or if collectives that the plan uses were not measured and no
+    data sheet has their rates.
+    """
     kind = CPU if chip is None else chip.kind
     if calibration.kind != kind:
         raise ConfigError(f"--calibration: {path} was measured on {calibration.kind}, and the plan is for {kind}")
-    needed = [place for place, is_needed in ((BETWEEN_HOSTS, hosts > 1), (WITHIN_HOST, devices > hosts)) if is_needed]
-    for place in needed:
+    needed_places = [BETWEEN_HOSTS] if hosts > 1 else []
+    needed_places += [WITHIN_HOST] if devices > hosts else []
+    for place in needed_places:
         if chip is None and not any(collective.place == place for collective in calibration.collectives):
             raise ConfigError(
                 f"--calibration: {path} has no collectives {place}: it was measured on {calibration.devices} devices "
@@ -149,7 +165,7 @@ def check_fits(calibration: Calibration, path: Path, chip: Chip | None, hosts: i
 
 
 def summary(calibration: Calibration) -> str:
-    """Summarises a calibration in one line."""
+    """Returns a line with the most important rates of a calibration."""
     best = ", ".join(
         f"{max(product.rates) / 1e12:.3g} TFLOP/s in {product.dtype}"
         for product in calibration.products
@@ -164,4 +180,5 @@ def summary(calibration: Calibration) -> str:
 
 
 def to_text(calibration: Calibration) -> str:
+    """Returns the contents of a calibration file."""
     return json_text(calibration.model_dump(), indent=1) + "\n"

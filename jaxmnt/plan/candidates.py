@@ -1,4 +1,4 @@
-"""Enumerates the ways to spread a run over a number of GPUs, and the rule that prunes some without an estimate."""
+"""Enumerates the ways to spread a run over a number of GPUs, and prunes those that need no estimate to be ruled out."""
 
 import itertools
 import math
@@ -11,14 +11,14 @@ from jaxmnt.config.schema import Config
 from jaxmnt.plan.chips import Network
 
 REMATS = ("none", "dots", "full")
-ROWS = (1, 2, 4, 8, 16, 32)
+ROW_COUNTS = (1, 2, 4, 8, 16, 32)
 CHUNKS = (1, 2, 4)
-_MOST_STAGES = 64
+_MAX_STAGES = 64
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A mesh and the settings that depend on it; everything else comes from the config."""
+    """A mesh and the settings that depend on it. All other settings come from the config."""
 
     data: int
     pipeline: int
@@ -28,12 +28,13 @@ class Candidate:
     """Rows of a microbatch on one batch shard."""
     microbatches: int
     chunks: int
+    """Chunks of the model per stage."""
     remat: str
     zero: int
     splits_hosts: bool = False
-    """True if `model` spans several hosts of a rack whose GPUs are all connected by NVLink."""
+    """True if the `model` axis spans several hosts of a rack whose GPUs are all connected by NVLink."""
     precision: str | None = None
-    """Precision to set; None keeps the config's."""
+    """Precision to set; None to keep that of the config."""
 
     @property
     def gpus(self) -> int:
@@ -63,28 +64,30 @@ class Candidate:
         }
 
     def applied_to(self, config: Config) -> Config:
-        """Returns the config with these settings. Sizes that do not divide are reported when the spec is built."""
+        """Returns the config with these settings. Building its spec reports sizes that cannot be split evenly."""
         return config.changed(self.settings)
 
 
 def precision_setting(precision: str | None) -> dict[str, Any]:
-    """Returns the precision setting by its key; empty for the config's own precision."""
+    """Returns the setting of `train.precision`, by its key; empty if `precision` is None."""
     return {} if precision is None else {"train.precision": precision}
 
 
 def candidates(
     config: Config, gpus: int, network: Network, *, precisions: Sequence[str | None] = (None,), pruned: bool = True
 ) -> Iterator[Candidate]:
-    """Yields all candidates whose sizes divide, in a fixed order. `pruned` drops those that `_is_hopeless` rules
-    out."""
-    for mesh in _meshes(config, gpus, network):
-        rows_of_shard, uneven = divmod(config.data.global_batch_size, math.prod(mesh[axis] for axis in BATCH_AXES))
-        if uneven:
+    """Yields all candidates whose sizes can be split evenly, in a fixed order. `pruned` leaves out those that
+    `_is_mostly_idle` rules out."""
+    for mesh in _all_meshes(config, gpus, network):
+        rows_of_shard, remainder = divmod(config.data.global_batch_size, math.prod(mesh[axis] for axis in BATCH_AXES))
+        if remainder:
             continue
-        zeros = (3, 2, 1) if any(mesh[axis] > 1 for axis in GATHERING_AXES) else (3,)
+        zero_stages = (3, 2, 1) if any(mesh[axis] > 1 for axis in GATHERING_AXES) else (3,)
         stages = mesh[STAGE_AXIS]
         chunk_counts = CHUNKS if stages > 1 else (1,)
-        for rows, zero, chunks, remat, precision in itertools.product(ROWS, zeros, chunk_counts, REMATS, precisions):
+        for rows, zero, chunks, remat, precision in itertools.product(
+            ROW_COUNTS, zero_stages, chunk_counts, REMATS, precisions
+        ):
             if not rows_of_shard or rows_of_shard % rows or stages * chunks > config.model.num_layers:
                 continue
             splits_hosts = any(
@@ -94,31 +97,31 @@ def candidates(
                 **mesh, rows=rows, microbatches=rows_of_shard // rows, chunks=chunks, remat=remat, zero=zero,
                 splits_hosts=splits_hosts, precision=precision,
             )  # fmt: skip
-            if not (pruned and _is_hopeless(candidate)):
+            if not (pruned and _is_mostly_idle(candidate)):
                 yield candidate
 
 
-def _meshes(config: Config, gpus: int, network: Network) -> Iterator[dict[str, int]]:
-    """Yields meshes as sizes by axis. Axes inside a host are split first; replicas take the remaining GPUs."""
-    inner_first = lambda axis: (not axis.inside_host, axis.gathers_weights)
-    searched = sorted((axis for axis in AVAILABLE_AXES if axis.name not in REPLICA_AXES), key=inner_first)
-    yield from _splits(config, network, searched, gpus, {})
+def _all_meshes(config: Config, gpus: int, network: Network) -> Iterator[dict[str, int]]:
+    """Yields meshes as sizes by axis. Axes inside a host come first, and replicas take the remaining GPUs."""
+    order = lambda axis: (not axis.inside_host, axis.gathers_weights)
+    split_axes = sorted((axis for axis in AVAILABLE_AXES if axis.name not in REPLICA_AXES), key=order)
+    yield from _extend_mesh(config, network, split_axes, gpus, {})
 
 
-def _splits(
+def _extend_mesh(
     config: Config, network: Network, axes: Sequence[Axis], remaining: int, sizes: dict[str, int]
 ) -> Iterator[dict[str, int]]:
-    """Yields `sizes` extended by every allowed size of each of `axes` that divides the `remaining` GPUs."""
+    """Yields `sizes` with sizes for `axes` added, in every allowed way to split the `remaining` GPUs."""
     if not axes:
         yield {REPLICA_AXES[0]: remaining} | sizes
         return
     for size in _divisors(remaining):
         if _can_split(config, network, axes[0], size):
-            yield from _splits(config, network, axes[1:], remaining // size, sizes | {axes[0].name: size})
+            yield from _extend_mesh(config, network, axes[1:], remaining // size, sizes | {axes[0].name: size})
 
 
 def _can_split(config: Config, network: Network, axis: Axis, size: int) -> bool:
-    """Returns True if the dimensions that an axis splits divide into `size` parts."""
+    """Returns True if the dimensions that an axis splits can be split evenly into `size` parts."""
     model = config.model
     if axis.inside_host and size > network.domain:
         return False
@@ -126,12 +129,12 @@ def _can_split(config: Config, network: Network, axis: Axis, size: int) -> bool:
         return False
     if "features" in axis.splits and (model.num_heads % size or config.data.sequence_length % size):
         return False
-    return "layers" not in axis.splits or size <= min(model.num_layers, _MOST_STAGES)
+    return "layers" not in axis.splits or size <= min(model.num_layers, _MAX_STAGES)
 
 
-def _is_hopeless(candidate: Candidate) -> bool:
-    """Returns True for a pipeline with fewer microbatches than half of its stages. It is idle most of the time, so
-    another schedule of the same stages, or fewer stages, is better."""
+def _is_mostly_idle(candidate: Candidate) -> bool:
+    """Returns True for a pipeline that has fewer microbatches than half of its stages. Such a pipeline is idle most of
+    the time, so another schedule of the same stages, or fewer stages, is better."""
     return candidate.pipeline > 1 and 2 * candidate.microbatches < candidate.pipeline
 
 
@@ -140,9 +143,10 @@ def _divisors(number: int) -> list[int]:
     return [size for size in range(1, number + 1) if number % size == 0]
 
 
-def gpu_counts(per_host: int, most: int) -> Iterator[int]:
-    """Yields numbers of GPUs that fill whole hosts, in steps of a quarter or less, up to `most`."""
+def gpu_counts(per_host: int, max_gpus: int) -> Iterator[int]:
+    """Yields increasing numbers of GPUs that fill their hosts, up to `max_gpus`. From four hosts on, each number is at
+    most a quarter larger than the previous one."""
     hosts = 1
-    while hosts * per_host <= most:
+    while hosts * per_host <= max_gpus:
         yield hosts * per_host
         hosts += max(1, 2 ** (hosts.bit_length() - 3))

@@ -1,4 +1,4 @@
-"""GPU data sheets, and the networks between hosts of the large clouds' machines. No JAX."""
+"""Data sheets of GPUs, and the networks between the machines of the large clouds. Does not import JAX."""
 
 import tomllib
 from dataclasses import dataclass
@@ -10,13 +10,14 @@ from jaxmnt.errors import ConfigError, suggest
 
 @dataclass(frozen=True)
 class Chip:
-    """The properties of a GPU that XLA asks for, and its link speeds. Bandwidths are in bytes per second, the clock in
-    GHz."""
+    """The properties of a GPU that XLA needs to compile for it, and the speeds of its links. Sizes are in bytes,
+    bandwidths in bytes per second, and the clock in GHz."""
 
     kind: str
     """JAX's name of the device."""
     memory: int
     capability: tuple[int, int]
+    """CUDA compute capability."""
     cores: int
     """Number of streaming multiprocessors."""
     bandwidth: int
@@ -27,19 +28,19 @@ class Chip:
     nvlink: float
     """NVLink bandwidth in one direction."""
     generation: str
-    """The key of its rates in `rates.ACHIEVED_SHARES`."""
+    """The key of this GPU's generation in `rates.ACHIEVED_SHARES`."""
     domain: int = 8
-    """GPUs connected by NVLink. For a rack of 72 it is 64, since jobs take 64, 128, … of them."""
+    """Number of GPUs that NVLink connects. For a rack of 72 GPUs it is 64, because jobs use 64, 128, … of them."""
     card_gigabits: float = 400
-    """Speed of the network card that each GPU has in its vendor's own system, in Gbit/s."""
+    """Speed in Gbit/s of the network card that each GPU has in the vendor's own systems."""
     to_host: float = 64e9
-    """Bytes per second to its host's memory: 16 lanes of PCIe 5.0, or NVLink to a Grace CPU."""
+    """Bytes per second to the host's memory, over 16 lanes of PCIe 5.0, or over NVLink to a Grace CPU."""
     power: float = 1.0
-    """Power limit as a share of the power that its generation was built for."""
+    """Power limit, as a share of the power for which the generation was built."""
 
     @property
     def description(self) -> str:
-        """The target's configuration in XLA's text format."""
+        """The description of the GPU, in XLA's text format, for which XLA compiles."""
         major, minor = self.capability
         return f"""
 gpu_device_info {{
@@ -69,25 +70,26 @@ CHIPS = {name: Chip(**row | {"capability": tuple(row["capability"])}) for name, 
 
 
 def chip_of(kind: str) -> Chip | None:
-    """Returns the data sheet of the devices that JAX names `kind`; None for unknown ones, such as CPUs."""
+    """Returns the data sheet of the devices that JAX names `kind`, or None if there is none, as for CPUs."""
     return next((chip for chip in CHIPS.values() if chip.kind == kind), None)
 
 
 FABRIC_SHARES = {"infiniband": 0.9, "roce": 0.9, "efa": 0.8, "tcpxo": 0.85, "tcpx": 0.7, "ethernet": 0.7}
-"""Share of a network card's rate that large collectives attain. With eight InfiniBand cards, 370 to 390 of 400 GB/s are
-usual; the lower shares are assumptions."""
+"""Share of a network card's rate that large collectives attain, by fabric. With eight InfiniBand cards, 370 to 390 of
+400 GB/s are usual. The lower shares are assumptions."""
 
 
 class Network(NamedTuple):
-    """A GPU's links to others: NVLink within its domain, and a share of the host's network cards beyond it."""
+    """The links of a GPU to others: NVLink within its domain, and its share of the host's network cards beyond that."""
 
     domain: int
-    """GPUs connected by NVLink: those of a host, or of a rack of GB200 or GB300."""
+    """Number of GPUs that NVLink connects, in a host or in a rack of GB200 or GB300."""
     gigabits: float
     """Speed of the network cards between domains, per GPU, in Gbit/s."""
     fabric: str = "infiniband"
+    """A key of `FABRIC_SHARES`."""
     devices_per_host: int = 8
-    """GPUs per operating system."""
+    """Number of GPUs that one operating system has."""
 
     @property
     def between_hosts(self) -> float:
@@ -101,20 +103,22 @@ class Instance(NamedTuple):
     chip: str
     gpus: int
     gigabits: float
-    """Speed of all its network cards together, as far as GPUs can use them, in Gbit/s."""
+    """Total speed in Gbit/s of the network cards that its GPUs can use."""
     fabric: str
+    """A key of `FABRIC_SHARES`."""
 
 
 INSTANCES = {name: Instance(*row) for name, row in GPUS["instances"].items()}
 
 
 def network_of(chip: Chip) -> Network:
-    """Returns the network of the vendor's own systems."""
+    """Returns the network of a GPU in its vendor's own systems."""
     return Network(chip.domain, chip.card_gigabits, devices_per_host=4 if chip.domain > 8 else 8)
 
 
 def find_target(name: str) -> tuple[Chip, Network]:
-    """Returns the chip and network of a GPU name or an instance type. Raises `ConfigError` with the nearest name."""
+    """Returns the chip and the network of a GPU or instance type. If its name is unknown, raises a `ConfigError` that
+    suggests the nearest name."""
     if name in INSTANCES:
         instance = INSTANCES[name]
         chip = CHIPS[instance.chip]

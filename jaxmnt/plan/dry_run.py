@@ -1,4 +1,5 @@
-"""`--dry-run`: reports what a config would do on a cluster, without the cluster, its data, or a training step."""
+"""Implements `--dry-run`, which reports what a config would do on a cluster, without the cluster, its data, or
+training."""
 
 import argparse
 import math
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING
 from jaxmnt.config import Config
 from jaxmnt.config.own_code import attributing_user_errors
 from jaxmnt.errors import ConfigError, ExitCode
-from jaxmnt.plan.calibration import check_fits, read_calibration
+from jaxmnt.plan.calibration import check_calibration, read_calibration
 from jaxmnt.plan.chips import CHIPS, Chip, Network, find_target
 from jaxmnt.plan.targets import gpu_devices, silence_xla_warnings, virtual_devices
 from jaxmnt.strict_json import json_text
@@ -20,9 +21,11 @@ if TYPE_CHECKING:
     import jax
 
 DEVICES_PER_HOST = 8
+"""Default number of CPU devices per host."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of a dry run to a parser."""
     group = parser.add_argument_group("dry run")
     group.add_argument("--dry-run", action="store_true", help="compile for a cluster, print the plan, and stop")
     group.add_argument(
@@ -61,15 +64,16 @@ def check_arguments(options: argparse.Namespace) -> None:
     if options.devices is not None and options.target is not None:
         raise ConfigError("--devices: virtual CPU devices and a --target exclude each other; give one of them")
     for name in ("devices", "hosts", "devices_per_host"):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            raise ConfigError(f"--{name.replace('_', '-')}: {value} must be 1 or more; correct it")
+        number = getattr(options, name)
+        if number is not None and number < 1:
+            raise ConfigError(f"--{name.replace('_', '-')}: must be at least 1, not {number}")
     if options.hosts is not None and options.target is None:
         raise ConfigError("--hosts: it applies only to a --target; give one")
 
 
 def dry_run(config: Config, options: argparse.Namespace) -> int:
-    """Prints the plan and returns the exit code. Raises `ConfigError` for what does not fit, as training would."""
+    """Prints the plan and returns the exit code. Raises `ConfigError` for a config with which training could not
+    start."""
     with working("starting") as work:
         text = _plan(config, options, work)
     print(text)
@@ -77,7 +81,7 @@ def dry_run(config: Config, options: argparse.Namespace) -> int:
 
 
 def _plan(config: Config, options: argparse.Namespace, work: Work) -> str:
-    """Returns the plan as text or JSON."""
+    """Makes the plan and returns it as text or JSON."""
     calibration = None if options.calibration is None else read_calibration(options.calibration)
     silence_xla_warnings(options.debug)
     devices, hosts, chip, network = _target_devices(config, options)
@@ -91,7 +95,7 @@ def _plan(config: Config, options: argparse.Namespace, work: Work) -> str:
 
     rates = None if chip is None else rates_of(chip, network)
     if calibration is not None:
-        check_fits(calibration, options.calibration, chip, len({*map(hosts, devices)}), len(devices))
+        check_calibration(calibration, options.calibration, chip, len({*map(hosts, devices)}), len(devices))
         rates = calibration.rates(rates)
     work.does("building the program")
     with attributing_user_errors(config):
@@ -106,7 +110,8 @@ def _plan(config: Config, options: argparse.Namespace, work: Work) -> str:
 def _target_devices(
     config: Config, options: argparse.Namespace
 ) -> "tuple[list[jax.Device], Callable[[jax.Device], int], Chip | None, Network | None]":
-    """Returns the devices, a function that maps a device to its group of fast links, the chip, and the network."""
+    """Returns the devices, a function that maps a device to the number of its group with fast links, the chip, and the
+    network. The last two are None for CPU devices."""
     if options.target is None:
         count = options.devices or _devices_of_mesh(config, "--devices")
         per_host = options.devices_per_host or DEVICES_PER_HOST
@@ -120,27 +125,28 @@ def _target_devices(
 def cluster_size(
     config: Config, network: Network, hosts: int | None = None, devices_per_host: int | None = None
 ) -> tuple[int, int]:
-    """Returns the number of hosts and the GPUs per host of a target, of which the user may have given neither, one or
-    both.
+    """Returns the number of hosts and of GPUs per host. The user may have given neither, one or both of them.
 
     Raises `ConfigError` if the mesh does not determine the number of GPUs.
     """
     if hosts is not None and _inferred_axis(config) is not None:
         return hosts, devices_per_host or network.devices_per_host
-    needed = _devices_of_mesh(config, "--hosts")
-    per_host = devices_per_host or min(needed, network.devices_per_host)
-    if hosts is None and needed % per_host:
-        raise ConfigError(f"--hosts: the mesh's {needed} devices do not fill hosts of {per_host}; give --hosts")
-    return hosts or needed // per_host, per_host
+    num_devices = _devices_of_mesh(config, "--hosts")
+    per_host = devices_per_host or min(num_devices, network.devices_per_host)
+    if hosts is None and num_devices % per_host:
+        raise ConfigError(f"--hosts: the mesh's {num_devices} devices do not fill hosts of {per_host}; give --hosts")
+    return hosts or num_devices // per_host, per_host
 
 
 def _inferred_axis(config: Config) -> str | None:
-    """Returns the axis of size -1, which takes the devices that the other axes leave; None if there is none."""
+    """Returns the axis of size -1, which takes all devices that the other axes leave, or None if there is no such
+    axis."""
     return next((axis for axis, size in config.mesh.sizes().items() if size == -1), None)
 
 
 def _devices_of_mesh(config: Config, option: str) -> int:
-    """Returns the product of the mesh's sizes. Raises `ConfigError` if only `option` could determine it."""
+    """Returns the number of devices in the mesh. Raises `ConfigError` if the mesh does not determine it without
+    `option`."""
     if (axis := _inferred_axis(config)) is not None:
         raise ConfigError(
             f"{option}: mesh.{axis} takes all devices that the other axes leave (-1), so their number is unknown; "
@@ -150,8 +156,8 @@ def _devices_of_mesh(config: Config, option: str) -> int:
 
 
 def with_vocabulary(config: Config) -> tuple[Config, int]:
-    """Returns the config with its vocabulary set, and the vocabulary size of its data, which is read only if the config
-    leaves it open."""
+    """Returns the config with `model.vocab_size` set, and the vocabulary size of its data. The data are read only if
+    the config does not set the size."""
     if config.model.vocab_size is not None:
         return config, config.model.vocab_size
     from jaxmnt.data.sources import fit_to_data, open_sources

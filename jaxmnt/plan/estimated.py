@@ -1,4 +1,4 @@
-"""Prices estimated candidates without compiling any: an answer in seconds."""
+"""Computes time and cost of candidates from their estimates. As nothing is compiled, this takes seconds."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,13 +12,13 @@ from jaxmnt.plan.search import Guess, Search, describe
 from jaxmnt.telemetry.progress import table
 from jaxmnt.units import count, money, seconds_text, size, span
 
-SHOWN_VARIABLES = 6
-"""Number of candidates shown for each number of GPUs."""
+MAX_ESTIMATES = 6
+"""Maximum number of candidates that are shown for each number of GPUs."""
 
 
 @dataclass(frozen=True)
 class Estimated:
-    """A candidate, with its estimated time and cost to the goal."""
+    """A candidate with the estimated time and cost to reach the goal."""
 
     guess: Guess
     goal: Goal
@@ -27,7 +27,7 @@ class Estimated:
 
     @property
     def fits(self) -> bool:
-        """True if it fits by estimate, without a tolerance for the error of estimates."""
+        """True if the candidate fits by estimate, without a tolerance for the errors of estimates."""
         return self.guess.memory.peak <= self.limit
 
     @property
@@ -35,7 +35,7 @@ class Estimated:
         return self.guess.candidate.gpus
 
     def to_json(self) -> dict[str, Any]:
-        """Returns plain values in seconds, bytes and days."""
+        """Returns plain values for JSON, in seconds, bytes and days."""
         return {
             "gpus": self.gpus, "settings": self.guess.candidate.settings,
             "estimated_seconds": round(self.guess.seconds, 4), "estimated_peak": round(self.guess.memory.peak),
@@ -45,23 +45,25 @@ class Estimated:
 
 
 def fastest_estimates(search: Search, gpus: int, request: PlanRequest) -> list[Estimated]:
-    """Returns the candidates that may fit and are estimated to reach the goal first. Those that fit by estimate come
-    first."""
-    guesses = sorted(search.distinct(search.guesses(gpus)), key=lambda guess: not search.fits(guess))[:SHOWN_VARIABLES]
-    goal = lambda guess: faults_and_goal(search, guess.candidate, guess.seconds, guess.memory.state, request)[1]
-    estimates = (Estimated(guess, goal(guess), search.limit) for guess in guesses)
+    """Returns those candidates that may fit and would reach the goal fastest. Candidates that fit by estimate are
+    preferred, and come first."""
+    guesses = sorted(search.distinct(search.guesses(gpus)), key=lambda guess: not search.fits(guess))[:MAX_ESTIMATES]
+    estimates = []
+    for guess in guesses:
+        _, goal = faults_and_goal(search, guess.candidate, guess.seconds, guess.memory.state, request)
+        estimates.append(Estimated(guess, goal, search.limit))
     return sorted(estimates, key=lambda estimate: (not estimate.fits, estimate.goal.seconds))
 
 
 def best_of(estimates: Sequence[Estimated], request: PlanRequest) -> Estimated:
-    """Returns the best candidate for the goal, preferring those that fit by estimate; on a tie, the one with fewer
-    GPUs."""
+    """Returns the best candidate for the goal. Candidates that fit by estimate are preferred and, on a tie, the one
+    with fewer GPUs."""
     rank = lambda estimate: estimate.goal.cost if request.rank_by == "cost" else estimate.goal.seconds
     return min(estimates, key=lambda estimate: (not estimate.fits, rank(estimate), estimate.gpus))
 
 
 def show_estimates(estimates: Sequence[Estimated], best: Estimated, request: PlanRequest) -> str:
-    """Returns the headline, a table of candidates, and notes on both."""
+    """Returns a text with a headline, a table of candidates, and notes."""
     cost = "" if best.goal.cost is None else f" for {with_range(money, best.goal.cost)}"
     answer = (
         f"answer  {count(request.tokens)} tokens in {with_range(span, best.goal.seconds)}{cost}: "

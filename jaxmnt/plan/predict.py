@@ -1,4 +1,4 @@
-"""Predicts the time of a step from the compiled program, with its range and its components."""
+"""Predicts the time of a step from its compiled program, with a range, and as a sum of components."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,18 +10,18 @@ from jaxmnt.plan.timeline import Timeline
 from jaxmnt.training.spec import StepSpec
 
 LOW, HIGH = 0.9, 1.2
-"""Range of a step's time, as multiples of the prediction. It holds nine in ten published runs of publishers whose runs
-the rates were not fitted to (`benchmarks/published.py`)."""
+"""Ends of the range of a step's time, as multiples of the prediction. The range contains nine in ten published runs if
+the rates are fitted without the other runs of their publisher (`benchmarks/published.py`)."""
 
 
-def with_range(shown: Callable[[float], str], value: float) -> str:
-    """Formats a time or cost that is proportional to the step time with `shown`, together with its range."""
-    return f"{shown(value)} ({shown(LOW * value)} to {shown(HIGH * value)})"
+def with_range(to_text: Callable[[float], str], value: float) -> str:
+    """Formats a time or cost with `to_text`, followed by its range. It must be proportional to the step time."""
+    return f"{to_text(value)} ({to_text(LOW * value)} to {to_text(HIGH * value)})"
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """Seconds of a step. The parts add up to it."""
+    """The components of a step's time in seconds, which add up to the whole."""
 
     work: float
     """Matrix products, attention and all other computation of the device."""
@@ -30,9 +30,9 @@ class Prediction:
     bubble: float
     """Idle time of a pipeline stage."""
     contention: float
-    """Slowdown of work beside communication."""
+    """Slowdown of work that runs at the same time as communication."""
     host: float
-    """Launching the step and, on CPUs, mapping its temporary memory."""
+    """Time to launch the step and, on CPUs, to map its temporary memory."""
 
     @property
     def seconds(self) -> float:
@@ -44,16 +44,16 @@ class Prediction:
 
 
 def predict_step(spec: StepSpec, timeline: Timeline, rates: Rates, temporary: int) -> Prediction:
-    """Predicts a step from its replay, in which idle stages take no time; `temporary` is its temporary memory in
-    bytes."""
-    hidden = max(0.0, sum(played.seconds for played in timeline.collectives) - timeline.exposed)
+    """Predicts a step from its replay, in which idle stages take no time. `temporary` is the size in bytes of the
+    step's temporary memory."""
+    hidden = max(0.0, sum(collective_time.seconds for collective_time in timeline.collectives) - timeline.exposed)
     idle = spec.schedule.idle_share() if spec.schedule.stages > 1 else 0.0
     # The longest loop is the one over ticks.
-    looped = [iteration.times * iteration.seconds for iteration in timeline.rounds if iteration.times > 1]
+    loop_seconds = [iteration.times * iteration.seconds for iteration in timeline.rounds if iteration.times > 1]
     return Prediction(
         work=timeline.seconds - timeline.exposed,
         exposed=timeline.exposed,
-        bubble=idle * max(looped, default=timeline.seconds),
+        bubble=idle * max(loop_seconds, default=timeline.seconds),
         contention=CONTENTION * hidden,
         host=HOST_SECONDS + rates.page_fault_seconds(temporary),
     )

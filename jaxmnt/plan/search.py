@@ -1,4 +1,4 @@
-"""Finds the best mesh for a config and a number of GPUs: estimates all candidates and compiles the best few."""
+"""Finds the best mesh for a config and a number of GPUs. It estimates all candidates and compiles the best few."""
 
 import functools
 import time
@@ -29,8 +29,8 @@ from jaxmnt.training.pipeline_schedule import build_schedule
 from jaxmnt.units import size
 
 TOLERANCE = 1.06
-"""Accept candidates whose estimated peak is at most this multiple of device memory; few estimates are off by more
-(`benchmarks/plan_estimates.py`), and the compiler decides."""
+"""A candidate may fit if its estimated peak is at most this multiple of the usable memory. Few estimates are off by
+more (`benchmarks/plan_estimates.py`), and the compiler decides."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,9 @@ class Guess:
     estimate: Estimate
     memory: Memory
     row_residuals: float
+    """Bytes that forward saves for backward per row, in all layers."""
     row_residuals_without_remat: float
+    """Bytes that forward would save per row if backward recomputed nothing."""
 
     @property
     def seconds(self) -> float:
@@ -57,8 +59,11 @@ class Plan:
     guess: Guess
     prediction: Prediction
     peak: int
+    """Bytes that a device needs at the peak of a step, by the compiler."""
     limit: int
+    """Usable bytes of a device."""
     report: dict[str, Any]
+    """The report of `budget.make_report`."""
 
     @property
     def seconds(self) -> float:
@@ -70,24 +75,27 @@ class Plan:
 
 
 class Search:
-    """The search for one config and target. Its cached results serve every number of GPUs. `precisions` are tried for
-    every mesh; if empty, only the config's own.
+    """A search for one config and target. What it caches is used for every number of GPUs.
 
-    Raises `ConfigError` for a config that cannot be searched.
+    Every mesh is tried with all `precisions`, or with that of the config if there are none. Raises `ConfigError` for a
+    config that cannot be searched.
     """
 
     def __init__(self, config: Config, chip: Chip, network: Network, rates: Rates, precisions: Sequence[str] = ()):
         assert config.model.vocab_size is not None
         if config.mesh.rules:
             raise ConfigError("mesh.rules: the search supports only the default rules; leave it out")
-        self.config, self.chip, self.network, self.rates = config, chip, network, rates
+        self.config = config
+        self.chip = chip
+        self.network = network
+        self.rates = rates
         self.vocab = config.model.vocab_size
         self.definition = define(build_family(config.model, self.vocab))
         self.shape = model_shape(self.definition)
         self.limit = round(OUR_MEMORY_FRACTION * chip.memory)
         self.precisions = precisions
         self._peaks: dict[Candidate, int] = {}
-        """Compiled peaks in bytes."""
+        """Compiled peaks in bytes, by candidate."""
         self._residuals: dict[str | None, ResidualBytes] = {}
         for precision in precisions or (None,):
             if (dtype := self.dtype(precision)) not in rates.products:
@@ -100,71 +108,71 @@ class Search:
         self._state = next(iter(self._residuals.values())).state()
 
     def devices(self, gpus: int) -> Sequence[jax.Device]:
-        """Returns the devices to compile for."""
-        return _devices(self.chip, gpus, min(self.network.devices_per_host, gpus))
+        """Returns at least `gpus` devices to compile for."""
+        return _compile_devices(self.chip, gpus, min(self.network.devices_per_host, gpus))
 
     def dtype(self, precision: str | None) -> str:
-        """Returns the dtype of matrix products on GPUs."""
+        """Returns the dtype of matrix products on GPUs; None means the config's precision."""
         precision = precision or self.config.train.precision
         return "bfloat16" if precision == "auto" else precision
 
     def guesses(self, gpus: int, *, pruned: bool = True) -> list[Guess]:
-        """Returns all candidates with their estimates, fastest first."""
+        """Returns all candidates for a number of GPUs with their estimates, fastest first."""
         all_candidates = candidates(self.config, gpus, self.network, precisions=tuple(self._residuals), pruned=pruned)
         guesses = filter(None, map(self.guess, all_candidates))
         return sorted(guesses, key=lambda guess: (guess.seconds, str(guess.candidate)))
 
     def may_fit(self, guess: Guess) -> bool:
-        """Returns True if it may fit, given the error of estimates."""
+        """Returns True if the candidate may fit, considering that estimates have errors."""
         return guess.memory.peak <= TOLERANCE * self.limit
 
     def peak(self, guess: Guess) -> float:
-        """Returns the compiled peak in bytes, or the estimated one if it was not compiled."""
+        """Returns a candidate's compiled peak in bytes, or the estimated one if the candidate was not compiled."""
         return self._peaks.get(guess.candidate, guess.memory.peak)
 
     def fits(self, guess: Guess) -> bool:
-        """Returns True if it fits by its compiled peak or, if it was not compiled, by its estimated one."""
+        """Returns True if the candidate fits, according to its compiled or otherwise its estimated peak."""
         return self.peak(guess) <= self.limit
 
     def guess(self, candidate: Candidate) -> Guess | None:
-        """Estimates a candidate. Returns None for sizes that cannot be built, and for float8 if no product would use
-        it."""
+        """Estimates a candidate. Returns None if its sizes cannot be built, or if its precision is float8 but no
+        product would use float8."""
         residuals = self._residuals[candidate.precision]
-        row = residuals.of_row(candidate.remat, candidate.model)
-        row_without_remat = residuals.of_row("none", candidate.model)
-        if row is None or row_without_remat is None:
+        row_residuals = residuals.per_row(candidate.remat, candidate.model)
+        row_residuals_without_remat = residuals.per_row("none", candidate.model)
+        if row_residuals is None or row_residuals_without_remat is None:
             return None
         scheme = Scheme(
             length=self.config.data.sequence_length, rows=candidate.rows, microbatches=candidate.microbatches,
             zero=candidate.zero, chunks=candidate.chunks,
-            **_schedule(candidate.pipeline, candidate.microbatches, candidate.chunks) | candidate.mesh,
+            **_schedule_fields(candidate.pipeline, candidate.microbatches, candidate.chunks) | candidate.mesh,
             remat=candidate.remat, dtype=self.dtype(candidate.precision),
-            float8_least=self.config.train.float8_least, overlap=_overlap(candidate),
-            residual_bytes=row * candidate.rows / candidate.pipeline,
+            float8_least=self.config.train.float8_least, overlap=_guess_overlap(candidate),
+            residual_bytes=row_residuals * candidate.rows / candidate.pipeline,
         )  # fmt: skip
         if scheme.dtype == "float8" and not uses_float8(self.shape, scheme):
             return None
         memory = estimate_memory(
-            self.shape, scheme, row, row_without_remat, self._state,
+            self.shape, scheme, row_residuals, row_residuals_without_remat, self._state,
             loss_chunk=self.config.train.loss_chunk_mib * 2**20,
         )  # fmt: skip
         step = estimate(self.shape, scheme, self.rates, self.network.domain)
-        return Guess(candidate, scheme, step, memory, row, row_without_remat)
+        return Guess(candidate, scheme, step, memory, row_residuals, row_residuals_without_remat)
 
     def compile_plan(self, guess: Guess) -> Plan:
-        """Compiles a candidate. Raises `ConfigError` if it cannot be built."""
+        """Compiles a candidate. Raises `ConfigError` if the candidate cannot be built."""
         candidate = guess.candidate
-        devices, domain = list(self.devices(candidate.gpus)), self.network.domain
-        host = lambda device: device.id // domain
-        spec = build_spec(candidate.applied_to(self.config), self.vocab, devices, lambda device: str(host(device)))
-        report = make_report(spec, host, self.chip, self.rates)
+        devices = list(self.devices(candidate.gpus))
+        domain_of = lambda device: device.id // self.network.domain
+        spec = build_spec(candidate.applied_to(self.config), self.vocab, devices, lambda device: str(domain_of(device)))
+        report = make_report(spec, domain_of, self.chip, self.rates)
         memory = report["memory"]
         self._peaks[candidate] = memory["peak"]
-        return Plan(candidate, guess, _prediction(report), memory["peak"], memory["limit"], report)
+        return Plan(candidate, guess, _read_prediction(report), memory["peak"], memory["limit"], report)
 
     def distinct(self, guesses: Sequence[Guess]) -> list[Guess]:
-        """Returns the guesses that may fit, without those that another one equals."""
-        return _distinct([guess for guess in guesses if self.may_fit(guess)])
+        """Returns the guesses that may fit. Of several with equal estimates it returns only the first."""
+        return _without_equal_estimates([guess for guess in guesses if self.may_fit(guess)])
 
     def best(
         self,
@@ -173,69 +181,76 @@ class Search:
         on_compiled: Callable[[str], None] = lambda text: None,
         on_start: Callable[[str], None] = lambda text: None,
     ) -> list[Plan]:
-        """Compiles the best of `guesses`, which are sorted by time, and returns the plans that fit, fastest first. It
-        compiles `count` of them, and more until one fits. It calls `on_start` before each compilation and `on_compiled`
-        with its result."""
-        compiled = list[Plan]()
+        """Compiles the best of `guesses`, which must be sorted by time, and returns the plans that fit, fastest first.
+
+        It compiles `count` guesses, and if none of them fits, more until one fits. It calls `on_start` with a
+        description before each compilation, and `on_compiled` with the result after it.
+        """
+        compiled: list[Plan] = []
         for guess in self._guesses_to_compile(self.distinct(guesses), count, compiled):
-            began = time.perf_counter()
+            start_seconds = time.perf_counter()
             on_start(describe(guess.candidate))
             try:
                 plan = self.compile_plan(guess)
-            except ConfigError as error:  # some errors show only with the whole config
+            except ConfigError as error:  # some errors only appear with the whole config
                 on_compiled(f"{describe(guess.candidate)}: {error}")
                 continue
-            took = f"{time.perf_counter() - began:.0f} s to compile"
-            needs = size(plan.peak) + ("" if plan.fits else ", which does not fit")
-            on_compiled(f"{describe(guess.candidate)}: {plan.seconds:.3g} s, {needs}, {took}")
+            compile_text = f"{time.perf_counter() - start_seconds:.0f} s to compile"
+            memory_text = size(plan.peak) + ("" if plan.fits else ", which does not fit")
+            on_compiled(f"{describe(guess.candidate)}: {plan.seconds:.3g} s, {memory_text}, {compile_text}")
             compiled.append(plan)
         fitting = [plan for plan in compiled if plan.fits]
         return sorted(fitting, key=lambda plan: (plan.seconds, str(plan.candidate)))
 
     def _guesses_to_compile(self, guesses: Sequence[Guess], count: int, compiled: Sequence[Plan]) -> Iterator[Guess]:
-        """Yields the guesses to compile: the `count` fastest. While none of the plans in `compiled` fits, it goes on
-        with at most 2 `count` of the fastest with clear room, then with as many that need least memory."""
-        fits = lambda: any(plan.fits for plan in compiled)
+        """Yields the guesses to compile, first the `count` fastest.
+
+        The caller appends each result to `compiled`. As long as no plan there fits, this continues with at most 2
+        `count` of the fastest that clearly fit by estimate, and then with the 2 `count` that need the least memory.
+        """
+        any_fits = lambda: any(plan.fits for plan in compiled)
         yield from guesses[:count]
 
         # If none fits, correct the estimates by the largest error so far, and try those that still fit clearly.
         remaining = guesses[count:]
-        tried = set[Candidate]()
+        tried: set[Candidate] = set()
         for guess in remaining:
-            if fits() or len(tried) == 2 * count:
+            if any_fits() or len(tried) == 2 * count:
                 break
             if guess.memory.peak * _largest_underestimate(compiled) <= USABLE_SHARE * self.limit:
                 tried.add(guess.candidate)
                 yield guess
 
-        # As a last resort, try those that need least memory.
+        # As a last resort, try those that need the least memory.
         untried = [guess for guess in remaining if guess.candidate not in tried]
         for guess in sorted(untried, key=lambda guess: guess.memory.peak)[: 2 * count]:
-            if fits():
+            if any_fits():
                 return
             yield guess
 
 
 def _largest_underestimate(compiled: Sequence[Plan]) -> float:
-    """Returns the largest ratio of compiled to estimated peak, at least 1."""
+    """Returns the largest ratio of a compiled to an estimated peak; 1 if no estimate was too low."""
     return max([1.0, *(plan.peak / plan.guess.memory.peak for plan in compiled)])
 
 
-def _prediction(report: dict[str, Any]) -> Prediction:
+def _read_prediction(report: dict[str, Any]) -> Prediction:
+    """Returns the prediction that a report contains."""
     parts = report["prediction"]
     return Prediction(**{name: parts[f"{name}_seconds"] for name in Prediction.__dataclass_fields__})
 
 
-def _distinct(guesses: Sequence[Guess]) -> list[Guess]:
-    """Returns the first of all guesses with equal estimates."""
+def _without_equal_estimates(guesses: Sequence[Guess]) -> list[Guess]:
+    """Returns the guesses, but only the first of several that have equal estimates."""
     first_by_estimate: dict[tuple[float, int], Guess] = {}
     for guess in guesses:
         first_by_estimate.setdefault((round(guess.seconds, 6), round(guess.memory.peak)), guess)
     return list(first_by_estimate.values())
 
 
-def _overlap(candidate: Candidate) -> Overlap:
-    """Approximates what `model.overlap` auto chooses: the ring needs large enough pieces."""
+def _guess_overlap(candidate: Candidate) -> Overlap:
+    """Returns about what `model.overlap: auto` chooses, without checking whether pieces are large enough for the
+    ring."""
     if candidate.model == 1:
         return "off"
     if candidate.rows > 1:
@@ -244,13 +259,14 @@ def _overlap(candidate: Candidate) -> Overlap:
 
 
 @functools.cache
-def _devices(chip: Chip, gpus: int, per_host: int) -> Sequence[jax.Device]:
-    """Returns enough devices for this number of GPUs, in whole hosts."""
-    return gpu_devices(chip, -(-gpus // per_host), per_host)
+def _compile_devices(chip: Chip, gpus: int, per_host: int) -> Sequence[jax.Device]:
+    """Returns at least `gpus` devices, in full hosts of `per_host`."""
+    hosts = -(-gpus // per_host)
+    return gpu_devices(chip, hosts, per_host)
 
 
 @functools.cache
-def _schedule(stages: int, microbatches: int, chunks: int) -> dict[str, Any]:
+def _schedule_fields(stages: int, microbatches: int, chunks: int) -> dict[str, Any]:
     """Returns the fields of `Scheme` that depend on a pipeline's schedule."""
     if stages == 1:
         return {"ticks": microbatches}

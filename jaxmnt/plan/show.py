@@ -13,52 +13,55 @@ from jaxmnt.telemetry.progress import TableRows, table
 from jaxmnt.training.spec import StepSpec
 from jaxmnt.units import count, seconds_text, size
 
-_HOSTS_SHOWN = 8
+_MAX_HOSTS = 8
 
 
 def plan_text(
     spec: StepSpec, report: Report, hosts: Callable[[jax.Device], int], zero: ZeroChoice | None = None
 ) -> str:
-    """Returns the whole plan."""
+    """Returns the text of a plan. `hosts` maps a device to its host."""
     blocks = [
         host_map(spec, hosts),
         [*([] if zero is None else zero.lines()), *(f"note    {note}" for note in report["notes"])],
-        _schedule(spec, report),
+        _schedule_lines(spec, report),
         parameter_table(report["parameters"]),
-        _memory(report),
-        _collectives(report),
-        _timeline(report, spec.dtype.name),
+        _memory_lines(report),
+        _collective_lines(report),
+        _timeline_lines(report, spec.dtype.name),
         *map(_round_lines, report["rounds"]),
-        _other_work(report),
+        _other_work_lines(report),
     ]
     return "\n\n".join("\n".join(block) for block in blocks if block)
 
 
 def host_map(spec: StepSpec, hosts: Callable[[jax.Device], int]) -> list[str]:
-    """Shows which part of the mesh each host has."""
+    """Returns lines that show which part of the mesh each host has."""
     mesh = spec.placement.mesh
-    used = [index for index, axis in enumerate(AXES) if mesh.devices.shape[index] > 1]
-    shape = " × ".join(f"{AXES[index]} {mesh.devices.shape[index]}" for index in used) or "one device"
+    used_axes = [index for index, axis in enumerate(AXES) if mesh.devices.shape[index] > 1]
+    shape = " × ".join(f"{AXES[index]} {mesh.devices.shape[index]}" for index in used_axes) or "one device"
     coordinates: dict[int, list[tuple[int, ...]]] = {}
     for coordinate, device in np.ndenumerate(mesh.devices):
         coordinates.setdefault(hosts(device), []).append(coordinate)
     kind = mesh.devices.flat[0].device_kind
     lines = [f"mesh    {shape}: {mesh.size} {kind} on {len(coordinates)} host{'s' * (len(coordinates) > 1)}"]
     width = max(len(str(host)) for host in coordinates)
-    for number, (host, inside) in enumerate(sorted(coordinates.items())):
-        if number == _HOSTS_SHOWN - 1 and len(coordinates) > _HOSTS_SHOWN:
+    for number, (host, host_coordinates) in enumerate(sorted(coordinates.items())):
+        if number == _MAX_HOSTS - 1 and len(coordinates) > _MAX_HOSTS:
             lines.append(f"        … {len(coordinates) - number} more")
             break
         ranges = []
-        for index in used:
-            positions = sorted({coordinate[index] for coordinate in inside})
+        for index in used_axes:
+            positions = sorted({coordinate[index] for coordinate in host_coordinates})
             text = str(positions[0]) if len(positions) == 1 else f"{positions[0]}-{positions[-1]}"
             ranges.append(f"{AXES[index]} {text}")
-        lines.append(f"        host {str(host).rjust(width)}  [{' '.join('■' * len(inside))}]  {', '.join(ranges)}")
+        lines.append(
+            f"        host {str(host).rjust(width)}  [{' '.join('■' * len(host_coordinates))}]  {', '.join(ranges)}"
+        )
     return lines
 
 
-def _schedule(spec: StepSpec, report: Report) -> list[str]:
+def _schedule_lines(spec: StepSpec, report: Report) -> list[str]:
+    """Returns lines about the pipeline's schedule, with a drawing if it is short; none without a pipeline."""
     facts = report["schedule"]
     if facts is None:
         return []
@@ -74,7 +77,7 @@ def _schedule(spec: StepSpec, report: Report) -> list[str]:
 
 
 def parameter_table(parameters: Sequence[dict[str, Any]]) -> list[str]:
-    """Returns a line for each entry of `budget.parameter_rows`."""
+    """Returns a table with a line for each entry of `budget.parameter_rows`, and their total."""
     rows: TableRows = [("parameter", "shape", "split over", "a device", "whole over")]
     for entry in parameters:
         names = [
@@ -96,12 +99,13 @@ def parameter_table(parameters: Sequence[dict[str, Any]]) -> list[str]:
     return table(rows, right={3})
 
 
-def _memory(report: Report) -> list[str]:
+def _memory_lines(report: Report) -> list[str]:
+    """Returns a table of the memory that a device needs, with ways to save memory if the step does not fit."""
     memory = report["memory"]
     rows: TableRows = [("memory per device", "")]
     rows += [(name, size(memory[name])) for name in ("params", "optimizer", "temporary", "peak")]
     if memory["optimizer_in_host_memory"]:
-        rows[2] = ("optimizer", f"{size(memory['optimizer'])}, in host memory but for the update")
+        rows[2] = ("optimizer", f"{size(memory['optimizer'])}, in host memory except during the update")
     if memory["limit"]:
         share = memory["peak"] / memory["limit"]
         verdict = "" if share <= 1 else ": it does not fit"
@@ -111,33 +115,35 @@ def _memory(report: Report) -> list[str]:
     return table(rows, right=set())
 
 
-def _collectives(report: Report) -> list[str]:
-    timed = report["timeline"] is not None
+def _collective_lines(report: Report) -> list[str]:
+    """Returns a table of the collectives of a step, with their times if the report has times."""
+    has_times = report["timeline"] is not None
     rows: TableRows = [("collective", "over", "dtype", "times", "sent per device", "between")]
-    rows[0] += ("takes", "exposed", "behind it", "FLOPs") if timed else ()
+    rows[0] += ("takes", "exposed", "behind it", "FLOPs") if has_times else ()
     for entry in report["collectives"]:
         row: tuple[str, ...] = (
             entry["kind"], entry["axis"], entry["dtype"], f"{entry['times']:g}", size(entry["bytes_sent"]),
             entry["between"],
         )  # fmt: skip
-        if timed:
+        if has_times:
             times = (entry[name] for name in ("seconds", "exposed_seconds", "work_seconds_meanwhile"))
             row += (*map(seconds_text, times), f"{entry['flops_meanwhile'] / 1e12:,.0f} T")
         rows.append(row)
     total = sum(entry["bytes_sent"] for entry in report["collectives"])
     if not total:
         return ["no collectives: nothing crosses devices"]
-    last: tuple[str, ...] = ("all", "", "", "", size(total), "")
-    if timed:
-        last += (
+    total_row: tuple[str, ...] = ("all", "", "", "", size(total), "")
+    if has_times:
+        total_row += (
             *(seconds_text(report["timeline"][f"{name}_seconds"]) for name in ("communication", "exposed")),
             "",
             "",
         )
-    return table([*rows, last], right={3, 4, 6, 7, 8, 9})
+    return table([*rows, total_row], right={3, 4, 6, 7, 8, 9})
 
 
-def _timeline(report: Report, dtype: str) -> list[str]:
+def _timeline_lines(report: Report, dtype: str) -> list[str]:
+    """Returns lines about the time of a step and the rates behind it; none if the report has no times."""
     timeline, step = report["timeline"], report["prediction"]
     if timeline is None:
         return []
@@ -160,11 +166,12 @@ def _timeline(report: Report, dtype: str) -> list[str]:
         f"step    about {seconds_text(step['step_seconds'])}, between {seconds_text(step['from'])} and "
         f"{seconds_text(step['to'])}: {breakdown}",
         *waits,
-        f"        {'as measured' if rates['measured'] else 'by data sheets'}: {_rates(rates, dtype)}",
+        f"        {'as measured' if rates['measured'] else 'by data sheets'}: {_rates_text(rates, dtype)}",
     ]
 
 
-def _rates(rates: dict[str, Any], dtype: str) -> str:
+def _rates_text(rates: dict[str, Any], dtype: str) -> str:
+    """Returns the rates of large operations in words."""
     parts = [
         f"large products {rates['products'][dtype] / 1e12:.3g} TFLOP/s in {dtype}",
         f"attention {rates['attention'] / 1e12:.3g}",
@@ -175,8 +182,8 @@ def _rates(rates: dict[str, Any], dtype: str) -> str:
     return ", ".join(parts) + (f", links in GB/s: {', '.join(sent)}" if sent else "")
 
 
-def _other_work(report: Report) -> list[str]:
-    """Returns the table of work besides matrix products and attention."""
+def _other_work_lines(report: Report) -> list[str]:
+    """Returns a table of work other than matrix products and attention; empty if the report lists none."""
     if not report["besides"]:
         return []
     rows: TableRows = [("besides products and attention", "in", "array", "times", "takes")]
@@ -188,39 +195,44 @@ def _other_work(report: Report) -> list[str]:
     return table(rows, right={3, 4})
 
 
-_BAR = 40
+_BAR_WIDTH = 40
+"""Width in characters of the bar that shows when a collective runs."""
 
 
 def _round_lines(iteration: dict[str, Any]) -> list[str]:
-    """Draws when each collective of a round runs: dark where the device waits."""
+    """Returns lines with a bar for each collective of a round, which shows when it runs and, in dark, when the device
+    waits."""
     duration = iteration["seconds"]
     if not duration:
         return []
     rows: TableRows = []
-    column = lambda second: max(0, min(_BAR, round(_BAR * second / duration)))
-    shown = [entry for entry in iteration["collectives"] if entry["ends"] - entry["begins"] >= duration / 100]
-    for entry in shown:
+    column = lambda second: max(0, min(_BAR_WIDTH, round(_BAR_WIDTH * second / duration)))
+    long_entries = [entry for entry in iteration["collectives"] if entry["ends"] - entry["begins"] >= duration / 100]
+    for entry in long_entries:
         begin, end, waited = (column(entry[name]) for name in ("begins", "ends", "waited_for"))
         # Each collective is at least one character wide.
-        begin = min(begin, _BAR - 1)
+        begin = min(begin, _BAR_WIDTH - 1)
         end = max(end, begin + 1)
-        hidden = max(begin, min(waited, end))
-        bar = " " * begin + "░" * (hidden - begin) + "█" * (end - hidden)
-        exposed = _exposed(entry)
+        hidden_end = max(begin, min(waited, end))
+        bar = " " * begin + "░" * (hidden_end - begin) + "█" * (end - hidden_end)
+        exposed = _exposed_seconds(entry)
         waits = f"{seconds_text(exposed)} exposed" if exposed > 1e-6 else "hidden"
         rows.append((
             f"        {entry['kind']}", entry["axis"], entry["dtype"], size(entry["bytes_sent"]),
-            f"▕{bar.ljust(_BAR)[:_BAR]}▏", seconds_text(entry["ends"] - entry["begins"]), waits,
+            f"▕{bar.ljust(_BAR_WIDTH)[:_BAR_WIDTH]}▏", seconds_text(entry["ends"] - entry["begins"]), waits,
         ))  # fmt: skip
     lines = [f"{iteration['of']}: {iteration['times']:g} × {seconds_text(duration)}"]
     lines += table(rows, right={3, 5}) if rows else []
-    if short := [entry for entry in iteration["collectives"] if entry not in shown]:
-        takes, exposed = sum(entry["ends"] - entry["begins"] for entry in short), sum(map(_exposed, short))
-        lines.append(f"        {len(short)} of less than 1 %: {seconds_text(takes)}, {seconds_text(exposed)} exposed")
+    if short_entries := [entry for entry in iteration["collectives"] if entry not in long_entries]:
+        takes = sum(entry["ends"] - entry["begins"] for entry in short_entries)
+        exposed = sum(map(_exposed_seconds, short_entries))
+        lines.append(
+            f"        {len(short_entries)} of less than 1 %: {seconds_text(takes)}, {seconds_text(exposed)} exposed"
+        )
     return lines
 
 
-def _exposed(entry: dict[str, Any]) -> float:
+def _exposed_seconds(entry: dict[str, Any]) -> float:
     """Returns the seconds for which the device waits for a collective."""
     waited: float = entry["ends"] - entry["waited_for"]
     return max(0.0, waited)

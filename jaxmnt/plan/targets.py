@@ -1,6 +1,6 @@
-"""Devices to compile for: GPUs that XLA can target without their presence, and virtual CPU devices.
+"""Provides devices to compile for, which are GPUs that need not be present, or virtual CPU devices.
 
-Choose either before JAX starts its backends.
+Call the functions before JAX starts its backends.
 """
 
 import importlib.util
@@ -18,19 +18,19 @@ if TYPE_CHECKING:
 
 
 def silence_xla_warnings(debug: bool) -> None:
-    """Suppresses XLA's warnings while it compiles for absent devices, unless `debug` is set."""
+    """Suppresses the warnings of XLA when it compiles for devices that are absent, unless `debug` is set."""
     if not debug:
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # errors; JAX's own default is 1, warnings
 
 
 def gpu_devices(chip: Chip, hosts: int, devices_per_host: int) -> "Sequence[jax.Device]":
-    """Returns devices to compile for, in hosts of `devices_per_host`. Nothing can run on them.
+    """Returns GPUs to compile for, on `hosts` hosts with `devices_per_host` each. Nothing can run on them.
 
     Raises `ConfigError` if a part of the compiler is missing.
     """
     if not has_cuda_plugin():
         raise _missing_part_error("JAX's CUDA plugin")
-    # JAX hands this folder to XLA. An older toolkit of the machine would abort the process for a GPU it does not know.
+    # JAX passes this folder to XLA. If the machine has an older toolkit, it would abort the process for a newer GPU.
     os.environ["CUDA_ROOT"] = str(_cuda_folder())
     os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"  # the plugin would refuse to load without a driver
     os.environ["JAX_PLATFORMS"] = "cpu"
@@ -43,10 +43,10 @@ def gpu_devices(chip: Chip, hosts: int, devices_per_host: int) -> "Sequence[jax.
 
 
 def _cuda_folder() -> Path:
-    """Returns the folder of NVIDIA's packages that contains `bin/ptxas`.
+    """Returns the folder of NVIDIA's Python packages that contains `bin/ptxas`.
 
-    Raises `ConfigError` if there is none. A CUDA toolkit of the machine is not used, so that a plan is the same on any
-    machine.
+    The machine's CUDA toolkit is not used, so that a plan is the same on every machine. Raises `ConfigError` if no
+    package has the file.
     """
     nvidia = importlib.util.find_spec("nvidia")
     for parent in sorted(nvidia.submodule_search_locations or ()) if nvidia else ():
@@ -57,11 +57,11 @@ def _cuda_folder() -> Path:
 
 
 def _missing_part_error(part: str) -> ConfigError:
-    return ConfigError(f"--target: compiling for a GPU needs {part}, though no GPU; {how_to_install('plan')}")
+    return ConfigError(f"--target: compiling for a GPU needs no GPU, but {part}; {how_to_install('plan')}")
 
 
 def virtual_devices(count: int) -> "Sequence[jax.Device]":
-    """Returns CPU devices of this process."""
+    """Returns `count` virtual CPU devices of this process."""
     os.environ["JAX_PLATFORMS"] = "cpu"
     import jax
 

@@ -1,4 +1,4 @@
-"""The numbers that estimates start from: what a model multiplies, and how a step is spread over devices."""
+"""Describes what a model multiplies and how a step is spread over devices. Estimates are computed from this."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -13,18 +13,22 @@ from jaxmnt.training.spec import StepSpec
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The computation of a model."""
+    """The sizes of a model that determine its computation."""
 
     layers: tuple[tuple[int, LayerCosts], ...]
-    """The number of layers of each kind."""
+    """For each kind of layer, the number of layers and the costs of one."""
     hidden: int
+    """Width of the residual stream."""
     vocab: int
+    """Vocabulary size."""
     tied: bool = False
+    """True if the head is tied to the embedding."""
     other_parameters: int = 0
     """Parameters that multiply nothing, such as scales and learned positions."""
 
     @property
     def depth(self) -> int:
+        """Number of layers."""
         return sum(count for count, _ in self.layers)
 
     @property
@@ -43,8 +47,9 @@ class ModelShape:
 
 
 def model_shape(definition: Definition) -> ModelShape:
-    """Reads the shape of a model from `Family.costs` and its config."""
-    layers, model = tuple(definition.layer_costs()), definition.family.config
+    """Returns the shape of a model, from `Family.costs` and its config."""
+    layers = tuple(definition.layer_costs())
+    model = definition.family.config
     ends = (model.hidden_size, definition.vocab_size, model.tie_embeddings)
     others = definition.parameter_count - ModelShape(layers, *ends).parameters
     return ModelShape(layers, *ends, others)
@@ -52,7 +57,7 @@ def model_shape(definition: Definition) -> ModelShape:
 
 @dataclass(frozen=True)
 class Scheme:
-    """The layout of a step over devices."""
+    """The way in which a step is spread over devices."""
 
     length: int
     """Tokens per row."""
@@ -70,29 +75,30 @@ class Scheme:
     idle: float = 0.0
     """A stage's idle time as a share of its work."""
     ticks: int = 0
-    """Ticks of the pipeline: steps after each of which all stages pass their results on."""
+    """Number of ticks of the pipeline. After each tick all stages pass their results on."""
     slots: int = 1
-    """The most microbatches of a chunk that a stage keeps at a time."""
+    """Maximum number of microbatches of a chunk that a stage keeps at the same time."""
     remat: str = "none"
-    """The part of forward that backward recomputes: a key of `flops.RECOMPUTE_SHARES`."""
+    """The part of forward that backward recomputes, as a key of `flops.RECOMPUTE_SHARES`."""
     dtype: str = "bfloat16"
-    """Dtype of matrix products: also `float8`, with everything else in bfloat16, and `float32`."""
+    """Dtype of matrix products: `bfloat16`, `float32`, or `float8`, in which case all else is in bfloat16."""
     float8_least: int = 0
-    """Minimum inputs and outputs of a product in float8: `train.float8_least`."""
+    """Minimum number of inputs and outputs of a product in float8 (`train.float8_least`)."""
     overlap: Overlap = "off"
+    """The way in which tensor parallelism overlaps communication with products (`model.overlap`)."""
     prefetch: bool = True
-    """True if a layer's weights are gathered while another layer computes, where possible."""
+    """True if a layer's weights are gathered while another layer computes, as far as possible."""
     residual_bytes: float = 0.0
-    """Bytes per device that a microbatch saves in forward for backward."""
+    """Bytes per device that a microbatch's forward saves for its backward."""
 
     @property
     def itemsize(self) -> int:
-        """Bytes per number that is not in float8."""
+        """Bytes of a number that is not in float8."""
         return 4 if self.dtype == "float32" else 2
 
 
 def scheme_of(spec: StepSpec) -> Scheme:
-    """Returns the layout of a step on its mesh, with the residuals of a microbatch."""
+    """Returns the scheme of a step on its mesh, with the residuals of a microbatch."""
     config, sizes, schedule = spec.config, spec.placement.sizes, spec.schedule
     fields = schedule_of(schedule) | {axis.name: sizes[axis.name] for axis in AVAILABLE_AXES}
     return Scheme(
@@ -111,6 +117,6 @@ def scheme_of(spec: StepSpec) -> Scheme:
 
 
 def schedule_of(schedule: PipelineSchedule) -> dict[str, Any]:
-    """Returns the fields of `Scheme` that come from a schedule. Without a pipeline a stage keeps one microbatch."""
+    """Returns the fields of `Scheme` that a schedule determines. Without a pipeline a stage keeps one microbatch."""
     slots = max(map(schedule.in_flight, range(schedule.stages))) if schedule.stages > 1 else 1
     return {"idle": schedule.idle_share(), "ticks": schedule.ticks, "slots": slots}

@@ -184,7 +184,8 @@ class _Bench:
     def compile_and_time(
         self, function: Callable[..., Any], *arguments: Any, mesh: Mesh | None = None
     ) -> tuple[float, Any]:
-        """Compiles and measures a program. Returns the seconds of an execution in the slowest process, and the program."""
+        """Compiles and measures a program. Returns the seconds of an execution in the slowest process and the
+        program."""
         program = self.compile(function, *arguments, mesh=mesh)
         return self.measure(partial(program, *arguments)), program
 
