@@ -1,5 +1,5 @@
-"""Rates that were measured on the user's own hosts, stored in a file. They replace the rates from the data sheets of
-those devices. Does not import JAX."""
+"""Reads and writes files with rates that were measured on the user's own hosts. They replace the rates from the data
+sheets of those devices. Does not import JAX."""
 
 import math
 from dataclasses import replace

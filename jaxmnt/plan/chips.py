@@ -1,4 +1,4 @@
-"""Data sheets of GPUs, and the networks between the machines of the large clouds. Does not import JAX."""
+"""Holds data sheets of GPUs, and the networks between the machines of the large clouds. Does not import JAX."""
 
 import tomllib
 from dataclasses import dataclass

@@ -98,19 +98,25 @@ class Estimate:
     """Seconds of a step on a device, by component. The time of the step is their sum."""
 
     products: float
+    """Matrix products of layers."""
     attention: float
     elementwise: float
+    """Work of layers that is limited by memory traffic."""
     head: float
     """Matrix products of the head, and the loss."""
     optimizer: float
     bubble: float
+    """Idle time of a pipeline stage."""
     contention: float
+    """Slowdown of work that runs at the same time as communication."""
     host: float
+    """Time to launch the step."""
     links: Mapping[str, Link] = field(default_factory=dict)
     """Links by mesh axis. Only their exposed parts count in the sum, because work hides the rest."""
 
     @property
     def exposed(self) -> float:
+        """Communication that no work hides, along all axes."""
         return sum(link.exposed for link in self.links.values())
 
     @property
@@ -120,7 +126,7 @@ class Estimate:
 
 
 class Work(NamedTuple):
-    """Seconds of work by kind."""
+    """Seconds of the work of layers, by kind."""
 
     products: float
     attention: float

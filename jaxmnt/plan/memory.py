@@ -65,6 +65,7 @@ class Memory(NamedTuple):
 
     @property
     def peak(self) -> float:
+        """Maximum of the memory during a step and during a save."""
         return self.state + max(self.residuals + self.rest, self.in_save)
 
 
@@ -124,7 +125,18 @@ class ResidualBytes:
 
     def _spec(self, remat: str, model: int) -> StepSpec:
         """Returns the spec of a step with one row on `model` devices."""
-        candidate = Candidate(1, 1, 1, model, 1, 1, 1, remat, 3, splits_hosts=True)
+        candidate = Candidate(
+            data=1,
+            pipeline=1,
+            fsdp=1,
+            model=model,
+            rows=1,
+            microbatches=1,
+            chunks=1,
+            remat=remat,
+            zero=3,
+            splits_hosts=True,
+        )
         config = self._config.changed(candidate.settings | {"data.global_batch_size": 1, "model.overlap": "off"})
         return build_spec(config, self._vocab, self._devices_of(model), lambda _: "")
 

@@ -1,4 +1,4 @@
-"""The rates that a device attains. They say how long matrix products, attention, memory traffic and collectives take.
+"""Holds the rates that a device attains. They say how long products, attention, memory traffic and collectives take.
 
 A product [m, k] × [k, n] attains the rate of large products on its generation of GPUs, times k / (k + `depth`), which
 lowers the rate if k is short. It attains less if its tiles do not occupy all multiprocessors. Does not import JAX.

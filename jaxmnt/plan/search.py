@@ -59,7 +59,7 @@ class Plan:
     guess: Guess
     prediction: Prediction
     peak: int
-    """Bytes that a device needs at the peak of a step, by the compiler."""
+    """Bytes that a device needs at the peak of a step, according to the compiler."""
     limit: int
     """Usable bytes of a device."""
     report: dict[str, Any]
@@ -112,7 +112,7 @@ class Search:
         return _compile_devices(self.chip, gpus, min(self.network.devices_per_host, gpus))
 
     def dtype(self, precision: str | None) -> str:
-        """Returns the dtype of matrix products on GPUs; None means the config's precision."""
+        """Returns the dtype of matrix products on GPUs. A `precision` of None means that of the config."""
         precision = precision or self.config.train.precision
         return "bfloat16" if precision == "auto" else precision
 

@@ -110,9 +110,11 @@ _DIFFERENCE_ERROR = 0.1
 _MIN_SECONDS_PER_BYTE = 1e-14
 """Minimum time to send a byte. It is used if the size of the payload has no measurable effect."""
 _OTHER_WORK_LAYERS = 24
+"""Number of layers in the program that measures work other than products."""
 _OTHER_WORK_HEADS = 4
+"""Number of heads in the layers of the program that measures work other than products."""
 _OTHER_WORK_LENGTH = 256
-"""Tokens of a row in the layers whose work other than products is measured."""
+"""Tokens per row in the layers of the program that measures work other than products."""
 _PAGE_FAULT_EXECUTIONS = 8
 """Executions of the program that measures page faults."""
 _SHORT_SIDE = 8
@@ -196,7 +198,7 @@ class _Bench:
         return self.slowest_process(statistics.median(measure_times(execute, _REPEATS)))
 
     def slowest_process(self, seconds: float) -> float:
-        """Returns the largest `seconds` of all processes to each of them, and updates `elapsed`."""
+        """Returns the largest `seconds` of all processes, the same in each of them, and updates `elapsed`."""
         process_times = all_gather("seconds", (seconds, time.perf_counter() - self._began), self.identity)
         self.elapsed = max(elapsed for _, elapsed in process_times)
         return float(max(seconds for seconds, _ in process_times))
@@ -235,12 +237,12 @@ def _measure_products(
         return jax.lax.fori_loop(0, rounds, body, [zero] * len(operands))
 
     offset = bench.random_array((1,), jnp.int32)
-    measured: dict[tuple[int, ...], float] = {}
+    rate_by_shape: dict[tuple[int, ...], float] = {}
     shapes = list(combinations(sizes, repeat=3))
-    in_random_order = [shapes[index] for index in np.random.default_rng(0).permutation(len(shapes))]
-    for m, n, k in sorted(in_random_order, key=lambda shape: not {*shape} <= {sizes[0], sizes[-1]}):
+    shuffled_shapes = [shapes[index] for index in np.random.default_rng(0).permutation(len(shapes))]
+    for m, n, k in sorted(shuffled_shapes, key=lambda shape: not {*shape} <= {sizes[0], sizes[-1]}):
         flops = 2.0 * m * n * k
-        if flops > scale.max_product_flops or (len(measured) >= _MIN_SHAPES and bench.elapsed > deadline):
+        if flops > scale.max_product_flops or (len(rate_by_shape) >= _MIN_SHAPES and bench.elapsed > deadline):
             continue
         # A small product is repeated, with as many different pairs of operands as fit in memory.
         repetitions = max(1, int(scale.min_program_flops // flops))
@@ -249,17 +251,17 @@ def _measure_products(
         lhs_shape = (k, m) if gradient else (m, k)
         operands = [(operand(index, *lhs_shape), operand(scale.max_pairs + index, k, n)) for index in range(pair_count)]
         seconds, _ = bench.compile_and_time(partial(multiply, rounds=rounds), operands, offset)
-        measured[m, n, k] = rounds * pair_count * flops / seconds
-    rates = tuple(measured[_nearest_shape(measured, shape)] for shape in shapes)
+        rate_by_shape[m, n, k] = rounds * pair_count * flops / seconds
+    rates = tuple(rate_by_shape[_nearest_shape(rate_by_shape, shape)] for shape in shapes)
     return Products(dtype=dtype, gradient=gradient, sizes=sizes, rates=rates)
 
 
 def _product(lhs: Array, rhs: Array, dtype: str, gradient: bool) -> Array:
     """Returns lhs @ rhs or, for a gradient, lhs.T @ rhs: [M, N], in float32 if `dtype` is, otherwise in bfloat16."""
-    contracted = (((0,) if gradient else (1,), (0,)), ((), ()))
+    dimension_numbers = (((0,) if gradient else (1,), (0,)), ((), ()))
     out = jnp.float32 if dtype == "float32" else jnp.bfloat16
     precision = "highest" if dtype == "float32" else None  # the precision with which training multiplies
-    return jax.lax.dot_general(lhs, rhs, contracted, precision=precision, preferred_element_type=out)
+    return jax.lax.dot_general(lhs, rhs, dimension_numbers, precision=precision, preferred_element_type=out)
 
 
 def _nearest_shape(shapes: Iterable[tuple[int, ...]], shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -432,14 +434,14 @@ def _measure_collectives(bench: _Bench, scale: Scale, hosts: Sequence[str]) -> l
                     )
     steps = {} if bench.on_cpu else {WITHIN_HOST: STEP_WITHIN_HOST, BETWEEN_HOSTS: STEP_BETWEEN_HOSTS}
     collectives = []
-    for (kind, place), measured in measurements.items():
-        start, step, rate = fit_collective(measured, steps.get(place, 0.0))
+    for (kind, place), of_collective in measurements.items():
+        start, step, rate = fit_collective(of_collective, steps.get(place, 0.0))
         collectives.append(Collective(kind=kind, place=place, start=start, step=step, rate=rate))
     return collectives
 
 
 def _device_groups(devices: Sequence[jax.Device], hosts: Sequence[str]) -> Iterable[tuple[str, np.ndarray]]:
-    """Yields pairs of a place and groups of devices to measure there, an array [groups, devices of a group].
+    """Yields pairs (place, devices), where devices is an array [groups, devices of a group] to measure at the place.
 
     A place is `WITHIN_HOST` or `BETWEEN_HOSTS`, and has an array for each size of groups. Yields nothing if a process
     would have no device in the groups.
@@ -510,33 +512,34 @@ def _measure_between_products(
     return loop_seconds[0] - loop_seconds[1], loop_seconds[1]
 
 
-def fit_collective(sent: Sequence[Measurement], step: float = 0.0) -> tuple[float, float, float]:
+def fit_collective(measurements: Sequence[Measurement], step: float = 0.0) -> tuple[float, float, float]:
     """Fits (start, step, rate) to measurements by least squares of relative errors. None of the three is negative.
 
     Measurements below their error are excluded if enough others remain. If all groups have the same size, the time of a
     step cannot be told from the time of the start. A step then takes `step` seconds, or less if the start is shorter.
     """
-    reliable = [measurement for measurement in sent if measurement.seconds > measurement.error]
-    sizes = len({measurement.steps for measurement in sent})
+    reliable = [measurement for measurement in measurements if measurement.seconds > measurement.error]
+    sizes = len({measurement.steps for measurement in measurements})
     if len(reliable) > 1 and len({measurement.steps for measurement in reliable}) == sizes:
-        sent = reliable
-    steps, payloads, seconds, error = np.array(sent, float).T
+        measurements = reliable
+    steps, payloads, seconds, error = np.array(measurements, float).T
     columns = {"start": np.ones_like(seconds), "step": steps, "bytes": payloads}
     if sizes == 1:
         del columns["step"]
     scales = np.maximum(seconds, error)
-    solved: dict[str, float] = {}
+    coefficients: dict[str, float] = {}
     # Drop the most negative term and solve again, until no term is negative.
     while columns:
         weighted = np.array([*columns.values()]).T / scales[:, None]
         solution = np.linalg.lstsq(weighted, seconds / scales, rcond=None)[0]
-        solved = dict(zip(columns, solution.tolist(), strict=True))
-        least = min(solved, key=lambda name: solved[name])
-        if solved[least] >= 0:
+        coefficients = dict(zip(columns, solution.tolist(), strict=True))
+        least = min(coefficients, key=lambda name: coefficients[name])
+        if coefficients[least] >= 0:
             break
-        del columns[least], solved[least]
-    start, rate = solved.get("start", 0.0), 1 / max(solved.get("bytes", 0.0), _MIN_SECONDS_PER_BYTE)
+        del columns[least], coefficients[least]
+    start = coefficients.get("start", 0.0)
+    rate = 1 / max(coefficients.get("bytes", 0.0), _MIN_SECONDS_PER_BYTE)
     if sizes > 1:
-        return start, solved.get("step", 0.0), rate
-    step = min(step, start / sent[0].steps)
-    return start - step * sent[0].steps, step, rate
+        return start, coefficients.get("step", 0.0), rate
+    step = min(step, start / measurements[0].steps)
+    return start - step * measurements[0].steps, step, rate
