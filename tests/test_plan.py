@@ -146,7 +146,7 @@ ENTRY %main (x: bf16[100,50]) -> f32[] {
 class Clockwork(Rates):
     """Gathers take 3 s, and all else that is sent 0.5 s."""
 
-    def collective(self, kind, payload, groups, host_of):
+    def collective_seconds(self, kind, payload, groups, host_of):
         return 3.0 if kind == "all-gather" else 0.5
 
 

@@ -165,9 +165,9 @@ def _no_fit_message(search: "Search", answers: "list[Answer]", work: Work) -> st
     if not guesses:
         needs = "no mesh splits the batch, the heads and the layers evenly"
     else:
-        least = min(guesses, key=lambda guess: guess.memory.peak)
+        smallest = min(guesses, key=lambda guess: guess.memory.peak)
         needs = (
-            f"{describe(least.candidate)} needs the least memory, about {size(least.memory.peak)}, but a GPU has "
+            f"{describe(smallest.candidate)} needs the least memory, about {size(smallest.memory.peak)}, but a GPU has "
             f"{size(search.limit)}"
         )
     work.does("searching for the smallest number of GPUs on which it fits")

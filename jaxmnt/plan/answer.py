@@ -147,12 +147,13 @@ def _data_parallel_reason(search: Search, answer: Answer, best: Plan) -> str:
     data_parallel_only = [guess for guess in answer.guesses if guess.candidate.data == answer.gpus]
     if not data_parallel_only:
         return "data parallelism alone: the batch cannot be split evenly among that many replicas"
-    least = min(data_parallel_only, key=search.peak)
-    if not search.fits(least):
+    smallest = min(data_parallel_only, key=search.peak)
+    peak = search.peak(smallest)
+    if not search.fits(smallest):
         return (
-            f"data parallelism alone needs at least {size(search.peak(least))} per GPU, {size(least.memory.state)} of "
-            f"it for parameters and moments. That is {size(search.peak(least) - search.limit)} more than the "
-            f"{size(search.limit)} that a GPU has, so the state is split"
+            f"data parallelism alone needs at least {size(peak)} per GPU, {size(smallest.memory.state)} of it for "
+            f"parameters and moments. That is {size(peak - search.limit)} more than the {size(search.limit)} that a "
+            "GPU has, so the state is split"
         )
     fastest = min(filter(search.fits, data_parallel_only), key=lambda guess: guess.seconds)
     return f"data parallelism alone may fit, and is estimated at {_ratio_to_winner(fastest, best)} of the winner's step"
@@ -166,20 +167,20 @@ def _axis_reasons(search: Search, answer: Answer, best: Plan) -> list[str]:
         axis_size = lambda guess, axis=axis: getattr(guess.candidate, axis)
         # If the winner uses the axis, compare it with the best mesh without it.
         if getattr(best.candidate, axis) > 1:
-            without = [guess for guess in fitting if axis_size(guess) == 1]
-            if not without:
+            without_axis = [guess for guess in fitting if axis_size(guess) == 1]
+            if not without_axis:
                 lines.append(f"without {name} nothing fits")
                 continue
-            rival = min(without, key=lambda guess: guess.seconds)
+            rival = min(without_axis, key=lambda guess: guess.seconds)
             lines.append(f"without {name} the best is {describe(rival.candidate)}: {_estimated_ratio(rival, best)}")
             continue
 
         # Otherwise compare it with the best mesh that uses the axis.
-        using = [guess for guess in fitting if axis_size(guess) > 1]
-        if not using:
+        with_axis = [guess for guess in fitting if axis_size(guess) > 1]
+        if not with_axis:
             lines.append(f"{name}: no mesh that uses it splits the model evenly and fits")
             continue
-        rival = min(using, key=lambda guess: guess.seconds)
+        rival = min(with_axis, key=lambda guess: guess.seconds)
         links = rival.estimate.links
         waits = (
             f", in which a GPU waits {links[axis].exposed:.2g} s for communication along it" if axis in links else ""

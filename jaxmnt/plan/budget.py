@@ -46,52 +46,70 @@ def minimum_traffic(spec: StepSpec) -> Traffic:
     passes = microbatches * spec.schedule.chunks
     traffic: Traffic = defaultdict(float)
 
-    # Weights are gathered, and their gradients scattered, or summed over replicas (docs/parallelism.md).
+    _add_weight_traffic(spec, traffic)
+
+    # Tensor parallelism gathers and scatters activations over the sequence length.
+    activation_bytes = (
+        spec.microbatch_rows * config.data.sequence_length * config.model.hidden_size * spec.dtype.itemsize
+    )
+    axes_name = "×".join(placement.mesh_axes("sequence"))
+    pieces = placement.num_shards("sequence")
+    if pieces > 1:
+        sent_share = 1 - 1 / pieces
+        gathers, scatters = layer_collectives(config.train.remat)
+        widths = {group.name: len(group.pattern) for group in spec.definition.groups}
+        depth = sum(widths[name] * len(rows[0]) for name, rows in spec.slots.items()) // spec.schedule.chunks
+        if placement.overlap == "ring":  # the same bytes, from device to device
+            traffic["collective-permute", axes_name] += (
+                passes * depth * (gathers + scatters) * activation_bytes * sent_share
+            )
+            gathers = scatters = 0
+        # The 2 stand for the embedding and the head. The embedding's sum is scattered and its gradient gathered, and
+        # the head's input is gathered and its gradient scattered.
+        traffic["all-gather", axes_name] += (
+            (passes * depth * gathers + 2 * microbatches) * activation_bytes * sent_share
+        )
+        traffic["reduce-scatter", axes_name] += (
+            (passes * depth * scatters + 2 * microbatches) * activation_bytes * sent_share
+        )
+
+    # Pipeline stages pass activations on, and share the embedding and the head.
+    if stages > 1:
+        boundary = activation_bytes / pieces
+        traffic["collective-permute", STAGE_AXIS] += 2 * spec.schedule.ticks * boundary
+        # The 4 stand for the embedding, its gradient, the head's input, and its gradient.
+        traffic["all-reduce", STAGE_AXIS] += 4 * microbatches * 2 * boundary * (1 - 1 / stages)
+    return dict(traffic)
+
+
+def _add_weight_traffic(spec: StepSpec, traffic: Traffic) -> None:
+    """Adds the bytes that are sent for weights and their gradients to `traffic`.
+
+    Weights are gathered, and their gradients are scattered, or summed over replicas (docs/parallelism.md).
+    """
+    placement, microbatches = spec.placement, spec.num_microbatches
     compute_bytes, reduce_bytes = spec.dtype.itemsize, spec.reduce_dtype.itemsize
     zero = spec.zero
     trained = set(axes_by_name(spec.trained_axes))
     in_float8 = gathered_in_float8(spec)
     for name, leaf, names in _weights(spec):
-        stored = elements_per_device(leaf)
-        gathered = placement.gathered_axes(names)
-        if gathered is not None:
-            _, gathering_axes = gathered
-            over = "×".join(gathering_axes)
+        stored_elements = elements_per_device(leaf)
+        gathered_dimension = placement.gathered_axes(names)
+        if gathered_dimension is not None:
+            _, gathering_axes = gathered_dimension
+            axes_name = "×".join(gathering_axes)
             num_shards = math.prod(placement.sizes[axis] for axis in gathering_axes)
             uses = 2 if names[0] in spec.slots else 1
             gathers = microbatches * uses if zero == 3 else 1
             scatters = 1 if zero == 1 else microbatches
             gathered_bytes = 1 if name in in_float8 else compute_bytes
-            traffic["all-gather", over] += gathers * stored * (num_shards - 1) * gathered_bytes
-            traffic["reduce-scatter", over] += (name in trained) * scatters * stored * (num_shards - 1) * reduce_bytes
+            traffic["all-gather", axes_name] += gathers * stored_elements * (num_shards - 1) * gathered_bytes
+            traffic["reduce-scatter", axes_name] += (
+                (name in trained) * scatters * stored_elements * (num_shards - 1) * reduce_bytes
+            )
         replicating_axes = {*REPLICA_AXES} & {*placement.replicated_axes(names)} if name in trained else ()
         for axis in replicating_axes:
-            traffic["all-reduce", axis] += 2 * stored * reduce_bytes * (1 - 1 / placement.sizes[axis])
-
-    # Tensor parallelism gathers and scatters activations over the sequence length.
-    whole = spec.microbatch_rows * config.data.sequence_length * config.model.hidden_size * compute_bytes
-    over = "×".join(placement.mesh_axes("sequence"))
-    pieces = placement.num_shards("sequence")
-    if pieces > 1:
-        part = 1 - 1 / pieces
-        gathers, scatters = layer_collectives(config.train.remat)
-        widths = {group.name: len(group.pattern) for group in spec.definition.groups}
-        depth = sum(widths[name] * len(rows[0]) for name, rows in spec.slots.items()) // spec.schedule.chunks
-        if placement.overlap == "ring":  # the same bytes, from device to device
-            traffic["collective-permute", over] += passes * depth * (gathers + scatters) * whole * part
-            gathers = scatters = 0
-        # The 2 stand for the embedding and the head. The embedding's sum is scattered and its gradient gathered, and
-        # the head's input is gathered and its gradient scattered.
-        traffic["all-gather", over] += (passes * depth * gathers + 2 * microbatches) * whole * part
-        traffic["reduce-scatter", over] += (passes * depth * scatters + 2 * microbatches) * whole * part
-
-    # Pipeline stages pass activations on, and share the embedding and the head.
-    if stages > 1:
-        boundary = whole / pieces
-        traffic["collective-permute", STAGE_AXIS] += 2 * spec.schedule.ticks * boundary
-        # The 4 stand for the embedding, its gradient, the head's input, and its gradient.
-        traffic["all-reduce", STAGE_AXIS] += 4 * microbatches * 2 * boundary * (1 - 1 / stages)
-    return dict(traffic)
+            traffic["all-reduce", axis] += 2 * stored_elements * reduce_bytes * (1 - 1 / placement.sizes[axis])
 
 
 def gathered_in_float8(spec: StepSpec) -> set[str]:
@@ -423,7 +441,7 @@ def _branch_share(spec: StepSpec) -> Callable[[str], float | None]:
 
     def share_of(op_name: str) -> float | None:
         scopes = op_name.split("/")
-        return next((part for scope, part in shares.items() if scope in scopes), None)
+        return next((share for scope, share in shares.items() if scope in scopes), None)
 
     return share_of
 

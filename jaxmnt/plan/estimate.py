@@ -215,12 +215,12 @@ class Step:
         _add_links(links, {"fsdp": self.step_weights_link(backward), "data": self.gradient_sums_link(backward)}, 1.0)
         _add_links(links, {"pipeline": self.stages_link(), "fsdp": self.ends_link()}, microbatches)
         work = Work(0, 0, 0).plus(forward.plus(backward), microbatches)
-        waiting = links["model"].exposed if "model" in links else 0.0
+        exposed_seconds = links["model"].exposed if "model" in links else 0.0
         return Estimate(
             *work,
             head=microbatches * self.head_seconds(),
             optimizer=self.optimizer_seconds(),
-            bubble=scheme.idle * (work.seconds + waiting),
+            bubble=scheme.idle * (work.seconds + exposed_seconds),
             contention=CONTENTION * sum(link.seconds - link.exposed for link in links.values()),
             host=HOST_SECONDS,
             links=links,
@@ -248,12 +248,14 @@ class Step:
             widths += product.share * (n if product.split == "outputs" else k)
         stream = _STREAM_PASSES * self.stream_tokens() * self.model.hidden
         elementwise = scheme.itemsize * (stream + self.tokens * widths) * traits.passes / memory
-        copied = _RESIDUAL_PASSES * scheme.residual_bytes / self.model.depth * scheme.pipeline / memory
-        copied += traits.weight_bytes * layer.parameters / scheme.model / memory
-        quantized = self.quantization_seconds(layer)
-        forward = Work(forward_products, self.attention_seconds(layer, backward=False), elementwise + quantized)
+        copy_seconds = _RESIDUAL_PASSES * scheme.residual_bytes / self.model.depth * scheme.pipeline / memory
+        copy_seconds += traits.weight_bytes * layer.parameters / scheme.model / memory
+        quantization = self.quantization_seconds(layer)
+        forward = Work(forward_products, self.attention_seconds(layer, backward=False), elementwise + quantization)
         backward = Work(
-            backward_products, self.attention_seconds(layer, backward=True), 2 * elementwise + 2 * quantized + copied
+            backward_products,
+            self.attention_seconds(layer, backward=True),
+            2 * elementwise + 2 * quantization + copy_seconds,
         )
         return forward, backward.plus(forward, self.policies[scheme.remat])
 
@@ -270,8 +272,8 @@ class Step:
         """Returns the time of a product [m, k] × [k, n], for its FLOPs or its c (m k + k n + m n) bytes if that is
         longer."""
         width = 1 if dtype == "float8" else self.scheme.itemsize
-        moved = width * (m * k + k * n) + self.scheme.itemsize * m * n
-        return max(self.rates.product_seconds(m, n, k, dtype), moved / self.rates.memory)
+        moved_bytes = width * (m * k + k * n) + self.scheme.itemsize * m * n
+        return max(self.rates.product_seconds(m, n, k, dtype), moved_bytes / self.rates.memory)
 
     def quantization_seconds(self, layer: LayerCosts) -> float:
         """Returns 2 t (inputs + outputs) / B, the time to quantize the operands of products in float8. They are read,
@@ -353,9 +355,9 @@ class Step:
         if self.scheme.model == 1:
             return None
         gathers, scatters = layer_collectives(self.scheme.remat)
-        whole = self.scheme.itemsize * self.tokens * self.model.hidden
-        seconds = gathers * self.ring_seconds("all-gather", whole, "model")
-        seconds += scatters * self.ring_seconds("reduce-scatter", whole, "model")
+        payload = self.scheme.itemsize * self.tokens * self.model.hidden
+        seconds = gathers * self.ring_seconds("all-gather", payload, "model")
+        seconds += scatters * self.ring_seconds("reduce-scatter", payload, "model")
         return Link(seconds, seconds * (1 - self.traits.hides_model))
 
     def step_weights_link(self, backward: Work) -> Link | None:

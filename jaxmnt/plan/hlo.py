@@ -133,8 +133,8 @@ def _parse_instruction(line: str) -> Instruction | None:
     right_side = match.group(2)
     begin = right_side.index(f"{opcode}(")
     arrays = tuple((dtype, _dimensions(sizes)) for dtype, sizes in _SHAPE.findall(right_side[:begin]))
-    inside = right_side[begin + len(opcode) + 1 :]
-    operands = tuple(re.findall(r"%([\w.\-]+)", inside[: _closing_parenthesis(inside)]))
+    after_opcode = right_side[begin + len(opcode) + 1 :]
+    operands = tuple(re.findall(r"%([\w.\-]+)", after_opcode[: _closing_parenthesis(after_opcode)]))
     return Instruction(match.group(1), opcode, arrays, operands, line)
 
 
@@ -213,8 +213,8 @@ def _replica_groups(line: str, devices: int) -> tuple[tuple[int, ...], ...]:
     if text.startswith("{}"):
         return (tuple(range(devices)),)
     if text.startswith("{{"):
-        inside = text[2 : text.index("}}")]
-        return tuple(tuple(int(number) for number in group.split(",")) for group in inside.split("},{"))
+        in_braces = text[2 : text.index("}}")]
+        return tuple(tuple(int(number) for number in group.split(",")) for group in in_braces.split("},{"))
     if text.startswith("mesh["):
         return _mesh_groups(text, devices)
     match = re.match(r"\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text)

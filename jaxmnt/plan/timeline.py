@@ -132,45 +132,45 @@ class _Replayer:
         self.rounds: dict[str, Round] = {}
         self.other_work: dict[tuple[str, str], Work] = {}
 
-    def replay_computation(self, name: str, now: _Clocks, times: float, in_branch: bool) -> _Clocks:
+    def replay_computation(self, name: str, clocks: _Clocks, times: float, in_branch: bool) -> _Clocks:
         """Replays a computation that runs `times` times per step. `in_branch` is True inside a branch of a condition.
         Returns the clocks after the computation."""
-        start = now
+        round_start = clocks
         running = RunningCollectives()
         sent_here: list[CollectiveTime] = []
         for instruction in self._program.computations[name]:
             if instruction.opcode == "while":
-                now = self._replay_loop(instruction, now, times, in_branch)
+                clocks = self._replay_loop(instruction, clocks, times, in_branch)
             elif instruction.opcode == "conditional":
-                now = self._replay_condition(instruction, now, times, in_branch)
+                clocks = self._replay_condition(instruction, clocks, times, in_branch)
             elif instruction.opcode in ("call", "async-start") and instruction.callee in self._program.computations:
-                now = self.replay_computation(instruction.callee, now, times, in_branch)
+                clocks = self.replay_computation(instruction.callee, clocks, times, in_branch)
             elif (collective := collective_of(instruction, self._devices)) is not None:
                 assert not math.isnan(times), f"{name} sends in a loop of unknown length"
                 collective_time = self.collectives.setdefault((name, instruction.name), CollectiveTime(collective))
                 sent_here.append(collective_time)
-                now = self._start_collective(collective_time, instruction.name, now, times, running, start)
+                clocks = self._start_collective(collective_time, instruction.name, clocks, times, running, round_start)
             elif instruction.opcode.endswith("-done") and instruction.operands[0] in running:
-                now = _wait_for(*running[instruction.operands[0]], now, times, start)
+                clocks = _wait_for(*running[instruction.operands[0]], clocks, times, round_start)
             elif self._costs is not None:
                 seconds, flops = self._costs.cost(name, instruction)
                 if seconds and not flops and not math.isnan(times):
                     work = self.other_work.setdefault((name, instruction.name), Work(instruction))
                     work.times += times
                     work.seconds += times * seconds
-                now = replace(now, work=now.work + seconds, flops=now.flops + flops)
+                clocks = replace(clocks, work=clocks.work + seconds, flops=clocks.flops + flops)
         if sent_here:
-            self._record_round(name, sent_here, now.work - start.work, times)
-        return now
+            self._record_round(name, sent_here, clocks.work - round_start.work, times)
+        return clocks
 
     def _start_collective(
         self,
         collective_time: CollectiveTime,
         name: str,
-        now: _Clocks,
+        clocks: _Clocks,
         times: float,
         running: RunningCollectives,
-        start: _Clocks,
+        round_start: _Clocks,
     ) -> _Clocks:
         """Starts a collective as soon as its link is free. A synchronous collective also blocks the device."""
         collective = collective_time.collective
@@ -178,15 +178,15 @@ class _Replayer:
         collective_time.times += times
         collective_time.seconds += times * seconds
         link = self._link_index(collective)
-        begin = max(now.work, now.links[link])
+        begin = max(clocks.work, clocks.links[link])
         end = begin + seconds
-        links = tuple(end if index == link else busy_until for index, busy_until in enumerate(now.links))
-        collective_time.span = (begin - start.work, end - start.work, now.work - start.work)
+        links = tuple(end if index == link else busy_until for index, busy_until in enumerate(clocks.links))
+        collective_time.span = (begin - round_start.work, end - round_start.work, clocks.work - round_start.work)
         if collective.asynchronous:
-            running[name] = (collective_time, now, end)
-            return replace(now, links=links)
-        collective_time.exposed += times * (end - now.work)
-        return replace(now, work=end, links=links)
+            running[name] = (collective_time, clocks, end)
+            return replace(clocks, links=links)
+        collective_time.exposed += times * (end - clocks.work)
+        return replace(clocks, work=end, links=links)
 
     def _link_index(self, collective: Collective) -> int:
         """Returns the index in `_Clocks.links` of the link that a collective occupies."""
@@ -203,12 +203,12 @@ class _Replayer:
             return self._rates.copy_seconds(collective.payload)
         return self._rates.collective_seconds(collective.kind, collective.payload, collective.groups, self._host_of)
 
-    def _replay_loop(self, instruction: Instruction, now: _Clocks, times: float, in_branch: bool) -> _Clocks:
+    def _replay_loop(self, instruction: Instruction, clocks: _Clocks, times: float, in_branch: bool) -> _Clocks:
         """Replays two iterations of a loop. The first may wait for earlier work, and the second represents all others.
         A loop of unknown length is replayed once."""
         body, iterations = instruction.loop
         is_unknown = math.isnan(iterations)
-        after_first = self.replay_computation(body, now, math.nan if is_unknown else times, in_branch)
+        after_first = self.replay_computation(body, clocks, math.nan if is_unknown else times, in_branch)
         if is_unknown or iterations <= 1:
             return after_first
         remaining = iterations - 1
@@ -223,7 +223,7 @@ class _Replayer:
         )
         return _Clocks(work, links, extrapolated(after_first.flops, after_second.flops))
 
-    def _replay_condition(self, instruction: Instruction, now: _Clocks, times: float, in_branch: bool) -> _Clocks:
+    def _replay_condition(self, instruction: Instruction, clocks: _Clocks, times: float, in_branch: bool) -> _Clocks:
         """Returns the weighted mean of the clocks after each branch. The weights of an outermost condition come from
         the `share` of the replay. A nested condition always takes its longest branch."""
         branches = instruction.branches
@@ -237,9 +237,9 @@ class _Replayer:
         ends = []
         for branch, share_if_known in zip(branches, shares, strict=True):
             share = share_of_unknown if share_if_known is None else share_if_known
-            ends.append((share, self.replay_computation(branch, now, times * share, True) if share else now))
+            ends.append((share, self.replay_computation(branch, clocks, times * share, True) if share else clocks))
         weighted_mean = lambda clock: sum(share * clock(end) for share, end in ends)
-        links = tuple(weighted_mean(lambda end, link=link: end.links[link]) for link in range(len(now.links)))
+        links = tuple(weighted_mean(lambda end, link=link: end.links[link]) for link in range(len(clocks.links)))
         return _Clocks(weighted_mean(lambda end: end.work), links, weighted_mean(lambda end: end.flops))
 
     def _taken_share(self, name: str) -> float | None:
@@ -263,12 +263,17 @@ class _Replayer:
 
 
 def _wait_for(
-    collective_time: CollectiveTime, running: _Clocks, end: float, now: _Clocks, times: float, start: _Clocks
+    collective_time: CollectiveTime,
+    clocks_at_start: _Clocks,
+    end: float,
+    clocks: _Clocks,
+    times: float,
+    round_start: _Clocks,
 ) -> _Clocks:
     """Blocks the device until a running collective ends, and records the work that hid the collective."""
-    exposed = max(0.0, end - now.work)
+    exposed = max(0.0, end - clocks.work)
     collective_time.exposed += times * exposed
-    collective_time.flops += times * (now.flops - running.flops)
-    collective_time.work_meanwhile += times * (now.work - running.work)
-    collective_time.span = (*collective_time.span[:2], now.work - start.work)
-    return replace(now, work=now.work + exposed)
+    collective_time.flops += times * (clocks.flops - clocks_at_start.flops)
+    collective_time.work_meanwhile += times * (clocks.work - clocks_at_start.work)
+    collective_time.span = (*collective_time.span[:2], clocks.work - round_start.work)
+    return replace(clocks, work=clocks.work + exposed)

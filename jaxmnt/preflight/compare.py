@@ -120,9 +120,9 @@ def _check_memory(all_facts: Sequence[Facts]) -> list[Row]:
             rows.append(warning_row("host memory", host, finding, "see what else runs there"))
         if facts["shm"] < _MIN_SHM_BYTES:
             rows.append(warning_row("shared memory", host, f"{size(facts['shm'])} are free in /dev/shm", _SHM_ADVICE))
-    least = min(facts["memory"]["free"] for facts in all_facts)
+    min_free_bytes = min(facts["memory"]["free"] for facts in all_facts)
     return rows or [
-        ok_row("host memory", describe_hosts(process_hosts(all_facts)), f"{size(least)} available at least")
+        ok_row("host memory", describe_hosts(process_hosts(all_facts)), f"{size(min_free_bytes)} available at least")
     ]
 
 
