@@ -57,7 +57,7 @@ def _cuda_folder() -> Path:
 
 
 def _missing_part_error(part: str) -> ConfigError:
-    return ConfigError(f"--target: compiling for a GPU needs no GPU, but {part}; {how_to_install('plan')}")
+    return ConfigError(f"--target: compiling for a GPU needs {part}, but no GPU; {how_to_install('plan')}")
 
 
 def virtual_devices(count: int) -> "Sequence[jax.Device]":
