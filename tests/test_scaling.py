@@ -43,14 +43,14 @@ def test_efficiency_is_speed_over_that_of_as_many_alone():
     assert WEAK.efficiencies(WEAK.points[1]) == pytest.approx([1 / 1.25, 1.0])
     assert WEAK.efficiencies(WEAK.points[0]) == [1.0, 1.0]
     assert STRONG.efficiencies(STRONG.points[1]) == pytest.approx([1.0, 1.25])
-    assert WEAK.predicted(WEAK.points[1]) == pytest.approx(0.8)
-    assert STRONG.predicted(STRONG.points[1]) is None
+    assert WEAK.predicted_efficiency(WEAK.points[1]) == pytest.approx(0.8)
+    assert STRONG.predicted_efficiency(STRONG.points[1]) is None
 
 
 def test_what_costs_most_is_named():
     (told,) = WEAK.warnings()
     assert "weak scaling to 4 processes" in told and "0.50" in told
-    assert "waiting for the devices takes 900 ms of a step more" in told and "500 ms" in told and "along fsdp" in told
+    assert "waiting for the devices takes 900 ms per step more" in told and "500 ms" in told and "along fsdp" in told
     assert STRONG.warnings() == []
 
 
@@ -108,7 +108,7 @@ def test_processes_have_gpus_of_their_own(tiny_file, monkeypatch):
     with pytest.raises(ConfigError, match="4 processes with 2 GPUs each need more than the 6"):
         check(request)
     monkeypatch.setattr(
-        scaling, "_call", lambda arguments, run_dir, environment: called.append((arguments, environment))
+        scaling, "_run_launcher", lambda arguments, run_dir, environment: called.append((arguments, environment))
     )
     scaling._launch(request, 3, Path("nowhere"), ["--config", "x"])
     [(arguments, environment)] = called
@@ -131,7 +131,7 @@ def test_a_job_that_never_ran_is_not_an_earlier_one(tiny_file, tmp_path, monkeyp
             write(2.0)
         return "job 7 submitted"
 
-    monkeypatch.setattr(scaling, "_call", call)
+    monkeypatch.setattr(scaling, "_run_launcher", call)
     monkeypatch.setattr(scaling, "_is_queued", lambda job: False)
     with contextlib.nullcontext() if ran else pytest.raises(UserError, match="job 7"):
         scaling._submit(request, 1, tmp_path, [])
@@ -140,10 +140,10 @@ def test_a_job_that_never_ran_is_not_an_earlier_one(tiny_file, tmp_path, monkeyp
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--processes", "1"], ["--processes", "two or more rising"]),
+        (["--processes", "1"], ["--processes", "two or more increasing"]),
         (["--processes", "2,1"], ["--processes", "2,1"]),
         (["--processes", "1,x"], ["--processes"]),
-        (["--processes", "1,2", "--steps", "2"], ["--steps", "6 or more"]),
+        (["--processes", "1,2", "--steps", "2"], ["--steps", "at least 6"]),
         (["--processes", "1,2", "--slurm", "--cores-per-process", "1"], ["--slurm", "leave them out"]),
         (["--processes", "1,3", "--devices-per-process", "1"], ["global_batch_size", "strong scaling to 3 processes"]),
         (["--processes", "1,2", "--devices-per-process", "1", "mesh.data=1"], ["mesh", "weak scaling to 2 processes"]),
@@ -162,7 +162,7 @@ def test_each_round_has_one_run_of_each_case(tiny_file, monkeypatch):
     """So that what changes on the machine in the meantime touches all of them alike."""
     request = ScalingRequest(
         tiny_file, load_config(tiny_file, []), (), (1, 2), ("weak", "strong"), 9, 2, Path("nowhere"),
-        devices_per_process=1, predicts=False,
+        devices_per_process=1, should_predict=False,
     )  # fmt: skip
     ran = []
 

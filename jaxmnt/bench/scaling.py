@@ -1,4 +1,4 @@
-"""The runs of a scaling study: starts them one after the other, as a user would, and reads their files."""
+"""Performs a scaling study: starts its runs one after the other, as a user would, and reads the files they write."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from typing import Any
 from jaxmnt.config.load import as_override, drop_overridden
 from jaxmnt.config.schema import Config
 from jaxmnt.distributed.local_gpus import gpus_here, visible_gpus
-from jaxmnt.errors import ConfigError, UserError
+from jaxmnt.errors import ConfigError, UserError, counted
 from jaxmnt.launch.local import check_cores
 from jaxmnt.parallel.axes import num_microbatches, resolve_sizes
 from jaxmnt.plan.calibration import CPU, read_calibration
@@ -28,17 +28,17 @@ from jaxmnt.telemetry.phases import PHASES
 
 _POLL_SECONDS = 2.0
 _WARMUP_DIVISOR = 3
-"""The first third of the steps of a run does not count."""
+"""The number of steps of a run is divided by this to get the number of warm-up steps, which are not measured."""
 
 _Case = tuple[Mode, int]
 """The kind of scaling and the number of processes of a run."""
 _Prediction = tuple[float | None, dict[str, float]]
-"""Predicted seconds of a step, and of exposed communication by mesh axis."""
+"""Predicted duration of a step, and predicted seconds of exposed communication by mesh axis."""
 
 
 @dataclass(frozen=True)
 class ScalingRequest:
-    """The runs and options that the user requested."""
+    """The runs that the user requested, and their options."""
 
     config_file: Path
     config: Config
@@ -49,37 +49,44 @@ class ScalingRequest:
     rounds: int
     folder: Path
     devices_per_process: int | None = None
-    """GPUs of each process, or virtual CPU devices where there are none; None leaves the number to the process."""
+    """Number of GPUs, or of virtual CPU devices on a machine without GPUs, for each process; None lets it decide."""
     cores_per_process: int | None = None
+    """Number of CPU cores that each process is bound to; None does not bind processes."""
     slurm: bool = False
+    """True to run each case as a Slurm job."""
     calibration: Path | None = None
-    """Rates for predicting steps. If None, rates of this machine's CPUs are measured first; GPUs use data sheets."""
-    predicts: bool = True
+    """File of rates for predicting step times.
+
+    If it is None, the rates of this machine's CPUs are measured first, and those of GPUs come from data sheets.
+    """
+    should_predict: bool = True
+    """True to predict step times."""
 
     def rows(self, mode: Mode, processes: int) -> int:
-        """Returns the rows of a step. The config's number of rows is for the first number of processes.
+        """Returns the number of rows in a step. The number in the config applies to the first number of processes.
 
-        Raises `ConfigError` if weak scaling gives no whole number.
+        Raises `ConfigError` if weak scaling does not result in a whole number of rows.
         """
         rows = self.config.data.global_batch_size
         if mode == "strong":
             return rows
         if rows * processes % self.processes[0]:
             raise ConfigError(
-                f"--processes: {rows} rows for {self.processes[0]} processes give no whole number for {processes}; "
-                "change data.global_batch_size or --processes"
+                f"--processes: weak scaling from {rows} rows for {self.processes[0]} processes gives no whole number "
+                f"of rows for {processes} processes; change data.global_batch_size or --processes"
             )
         return rows * processes // self.processes[0]
 
     def settings(self, mode: Mode, processes: int) -> list[str]:
         """Returns the overrides for a run of the study.
 
-        It neither saves nor evaluates before its end, and does not touch the checkpoints of the user's own run.
+        With them, the run neither saves nor evaluates before its end, and does not touch the checkpoints of the user's
+        own run.
         """
-        users = [setting for setting in self.overrides if not setting.startswith("run.dir=")]
+        user_settings = [setting for setting in self.overrides if not setting.startswith("run.dir=")]
         return drop_overridden(
             [
-                *users,
+                *user_settings,
                 f"data.global_batch_size={self.rows(mode, processes)}",
                 f"train.steps={self.steps}",
                 "train.eval_every=0",
@@ -96,19 +103,21 @@ class _RunMeasurement:
     """The measurements of one run."""
 
     seconds: float
-    """Median seconds of a step."""
+    """Median duration of a step."""
     phases: dict[str, float]
+    """Mean seconds of each phase of a step."""
     devices: int
     environment: dict[str, str]
-    """Versions, and the kind of its devices."""
+    """Properties of the environment that the run recorded, such as versions and the kind of devices."""
     expected: _Prediction
-    """Prediction from the data sheet of its GPUs."""
+    """The prediction that the run made from the data sheet of its GPUs."""
 
 
 def check(request: ScalingRequest) -> None:
-    """Raises `ConfigError` for an unreadable calibration, for missing cores or GPUs, and for impossible cases.
+    """Raises `ConfigError` if the calibration is unreadable, cores or GPUs are missing, or a case is impossible.
 
-    A case is impossible if its batch or mesh does not divide; this is checked where the number of devices is known.
+    A case is impossible if its devices do not fit the mesh, or its batch cannot be split evenly among them. This is
+    only checked if the request has the number of devices per process.
     """
     if request.calibration is not None:
         read_calibration(request.calibration)
@@ -129,51 +138,64 @@ def check(request: ScalingRequest) -> None:
 
 
 def _check_gpus(request: ScalingRequest) -> None:
-    gpus, per_process = len(_gpus(request)), request.devices_per_process
-    if not gpus:
+    """Raises `ConfigError` unless the GPUs of this machine, if it has any, suffice for all cases."""
+    num_gpus = len(_usable_gpus(request))
+    per_process = request.devices_per_process
+    if not num_gpus:
         return
     if per_process is None:
         raise ConfigError(
-            f"--devices-per-process: processes would share the {gpus} GPUs of this machine, whatever their number; set "
-            "the number of GPUs of each process"
+            f"--devices-per-process: processes would share the {num_gpus} GPUs of this machine, however many processes "
+            "there are; set the number of GPUs for each process"
         )
-    if request.processes[-1] * per_process > gpus:
+    if request.processes[-1] * per_process > num_gpus:
         raise ConfigError(
             f"--devices-per-process: {request.processes[-1]} processes with {per_process} GPUs each need more than the "
-            f"{gpus} of this machine; lower one of them, or set --slurm"
+            f"{num_gpus} of this machine; lower one of the two numbers, or set --slurm"
         )
 
 
-def _gpus(request: ScalingRequest) -> list[str]:
-    """Returns the GPUs of this machine that the study may use."""
+def _usable_gpus(request: ScalingRequest) -> list[str]:
+    """Returns the GPUs of this machine that the study may use; an empty list on Slurm and for CPUs."""
     if request.slurm or os.environ.get("JAX_PLATFORMS") == "cpu":
         return []
     return visible_gpus(os.environ, gpus_here())
 
 
-def measure(request: ScalingRequest, say: Callable[[str], None]) -> Study:
-    """Runs every case once in each round, and returns the study. Raises `UserError` for a run that fails."""
-    measured: dict[_Case, list[_RunMeasurement]] = {}
+def measure(request: ScalingRequest, print_line: Callable[[str], None]) -> Study:
+    """Runs every case once in each round, and returns the study. Raises `UserError` if a run fails.
+
+    `print_line` is called with lines that report progress.
+    """
+    measurements: dict[_Case, list[_RunMeasurement]] = {}
     predictions = {}
-    rates = {}
-    for number in range(1, request.rounds + 1):
+    rate_files = {}
+    for round_number in range(1, request.rounds + 1):
         for mode, processes in _cases(request):
-            if number == 1 and _should_calibrate(request) and processes not in rates:
-                rates[processes] = _calibrate(request, processes, say)
+            if round_number == 1 and _should_calibrate(request) and processes not in rate_files:
+                rate_files[processes] = _calibrate(request, processes, print_line)
             run = _run(request, mode, processes)
-            measured.setdefault((mode, processes), []).append(run)
-            say(f"{mode:6} {processes} × process, round {number}: {1e3 * run.seconds:,.1f} ms a step")
-            file = request.calibration or rates.get(processes)
-            if number == 1 and file is not None and request.predicts:
+            measurements.setdefault((mode, processes), []).append(run)
+            milliseconds = f"{1e3 * run.seconds:,.1f} ms"
+            print_line(f"{mode:6} {_describe(processes)}, round {round_number}: {milliseconds} per step")
+            rate_file = request.calibration or rate_files.get(processes)
+            if round_number == 1 and rate_file is not None and request.should_predict:
                 try:
-                    predictions[mode, processes] = _predict(request, mode, processes, run.devices, file)
-                except UserError as error:  # continue without a prediction: the measurements are worth more
-                    say(f"note   {mode} {processes} × process: {error}")
-    return _study(request, measured, predictions)
+                    predictions[mode, processes] = _predict(request, mode, processes, run.devices, rate_file)
+                except UserError as error:  # continue without a prediction, because the measurements matter more
+                    print_line(f"note   {mode} {_describe(processes)}: {error}")
+    return _study(request, measurements, predictions)
+
+
+def _describe(processes: int) -> str:
+    return counted(processes, "process", "processes")
 
 
 def _cases(request: ScalingRequest) -> Iterator[_Case]:
-    """Yields the cases. The smallest number is the same case in weak and in strong scaling, so it is run once."""
+    """Yields the cases that each round runs.
+
+    With the smallest number of processes, weak and strong scaling are the same case, which is therefore run only once.
+    """
     for processes in request.processes:
         for mode in request.modes:
             if processes > request.processes[0] or mode == request.modes[0]:
@@ -182,24 +204,26 @@ def _cases(request: ScalingRequest) -> Iterator[_Case]:
 
 def _study(
     request: ScalingRequest,
-    measured: dict[_Case, list[_RunMeasurement]],
+    measurements: dict[_Case, list[_RunMeasurement]],
     predictions: dict[_Case, _Prediction],
 ) -> Study:
+    """Returns the study that consists of the measurements and predictions of all cases."""
+
     def point(mode: Mode, processes: int) -> Point:
-        key = (mode, processes) if (mode, processes) in measured else (request.modes[0], processes)
-        runs = measured[key]
-        expected = predictions.get(key, runs[0].expected)
+        case = (mode, processes) if (mode, processes) in measurements else (request.modes[0], processes)
+        runs = measurements[case]
+        step_seconds, exposed = predictions.get(case, runs[0].expected)
         return Point(
             processes=processes,
             devices=runs[0].devices,
             rows=request.rows(mode, processes),
             seconds=tuple(run.seconds for run in runs),
             phases={name: statistics.fmean(run.phases.get(name, 0.0) for run in runs) for name in PHASES},
-            predicted=expected[0] if request.predicts else None,
-            exposed=expected[1] if request.predicts else {},
+            predicted=step_seconds if request.should_predict else None,
+            exposed=exposed if request.should_predict else {},
         )
 
-    environment = next(iter(measured.values()))[0].environment
+    environment = next(iter(measurements.values()))[0].environment
     return Study(
         date=time.strftime("%Y-%m-%d"),
         device=environment.get("device kind", "unknown devices"),
@@ -219,76 +243,89 @@ def _study(
 def _run(request: ScalingRequest, mode: Mode, processes: int) -> _RunMeasurement:
     """Runs one case and returns its measurements.
 
-    Results of an earlier study in the same folder are set aside. The checkpoint at the end is deleted.
+    The results of an earlier study in the same folder are set aside. The checkpoint that the run saves at its end is
+    deleted.
     """
     run_dir = request.folder / f"{mode}-{processes}"
     settings = [*request.settings(mode, processes), as_override("run.dir", str(run_dir))]
     start = _submit if request.slurm else _launch
     start(request, processes, run_dir, ["--config", str(request.config_file), *settings, "--fresh"])
     shutil.rmtree(run_dir / "checkpoints", ignore_errors=True)
-    return _read(run_dir, request.steps)
+    return _read_measurements(run_dir, request.steps)
 
 
 def _launch(request: ScalingRequest, processes: int, run_dir: Path, arguments: list[str]) -> None:
-    gpus, per_process = _gpus(request), request.devices_per_process
+    """Runs processes on this machine, and waits until they end. Raises `UserError` if they fail."""
+    gpus = _usable_gpus(request)
+    per_process = request.devices_per_process
     options = [] if per_process is None or gpus else ["--devices-per-process", str(per_process)]
     options += [] if request.cores_per_process is None else ["--cores-per-process", str(request.cores_per_process)]
     preflight = ["--preflight"] if "--calibrate" in arguments else []
-    # `launch local` divides the visible GPUs among the processes, so show it exactly as many as they need.
-    visible = {"CUDA_VISIBLE_DEVICES": ",".join(gpus[: processes * per_process])} if per_process and gpus else {}
-    _call(["local", "--processes", str(processes), *options, *preflight, "--", *arguments], run_dir, visible)
+    # `launch local` divides the visible GPUs among the processes, so exactly as many as they need must be visible.
+    environment = {"CUDA_VISIBLE_DEVICES": ",".join(gpus[: processes * per_process])} if per_process and gpus else {}
+    _run_launcher(
+        ["local", "--processes", str(processes), *options, *preflight, "--", *arguments], run_dir, environment
+    )
 
 
 def _submit(request: ScalingRequest, processes: int, run_dir: Path, arguments: list[str]) -> None:
-    """Submits a job and waits for its end. Raises `UserError` if the job ends without a finished run."""
-    before = read_lines(event_file(run_dir, 0))
-    output = _call(["slurm", "--nodes", str(processes), *arguments], run_dir, {})
+    """Submits a Slurm job and waits for its end. Raises `UserError` if the job ends without a finished run."""
+    events_before = read_lines(event_file(run_dir, 0))
+    output = _run_launcher(["slurm", "--nodes", str(processes), *arguments], run_dir, {})
     job = re.match(r"job (\d+)", output)
     assert job is not None, output
     while _is_queued(job[1]):
         time.sleep(_POLL_SECONDS)
     events = read_lines(event_file(run_dir, 0))
-    if not events or events[-1]["kind"] != "end" or events[:1] == before[:1]:
-        raise UserError(f"{output.splitlines()[0]} ended before its run did; see its log")
+    if not events or events[-1]["kind"] != "end" or events[:1] == events_before[:1]:
+        raise UserError(f"{output.splitlines()[0]}: the job ended before its run finished; see the log")
 
 
 def _is_queued(job: str) -> bool:
     """Returns True if Slurm still lists a job."""
     squeue = subprocess.run(["squeue", "--noheader", "--jobs", job, "--format", "%T"], capture_output=True, text=True)
-    if squeue.returncode:  # a busy controller also makes it fail
+    if squeue.returncode:  # squeue also fails while the controller is busy
         return "Invalid job id" not in squeue.stderr
     return bool(squeue.stdout.strip())
 
 
-def _call(arguments: list[str], run_dir: Path, environment: dict[str, str]) -> str:
-    """Runs `jaxmnt.launch` and returns its output. Raises `UserError` with the error of a failed run."""
-    done = subprocess.run(
+def _run_launcher(arguments: list[str], run_dir: Path, environment: dict[str, str]) -> str:
+    """Runs `jaxmnt.launch` and returns its output. Raises `UserError` with the error message if the run fails."""
+    launcher = subprocess.run(
         [sys.executable, "-m", "jaxmnt.launch", *arguments], capture_output=True, text=True,
         env=os.environ | environment,
     )  # fmt: skip
-    if done.returncode:
-        lines = [line for line in done.stderr.splitlines() if "jaxmnt: error:" in line] or done.stderr.splitlines()
-        last = lines[0].partition("jaxmnt: error: ")[2] or lines[0] if lines else ""
-        raise UserError(f"{run_dir}: the run ended with exit code {done.returncode}: {last}")
-    return done.stdout
+    if launcher.returncode:
+        lines = launcher.stderr.splitlines()
+        error_lines = [line for line in lines if "jaxmnt: error:" in line] or lines
+        message = error_lines[0].partition("jaxmnt: error: ")[2] or error_lines[0] if error_lines else ""
+        raise UserError(f"{run_dir}: the run ended with exit code {launcher.returncode}: {message}")
+    return launcher.stdout
 
 
-def _read(run_dir: Path, steps: int) -> _RunMeasurement:
+def _read_measurements(run_dir: Path, steps: int) -> _RunMeasurement:
     """Returns the measurements of a finished run of `steps` steps."""
-    # Without the first steps, and without the last one, which evaluates and saves.
-    counts = lambda line: steps // _WARMUP_DIVISOR < line["step"] < steps
-    times = [line["time"] for line in read_lines(run_dir / METRICS) if line["kind"] == "train" and counts(line)]
-    phases = [line for line in read_lines(run_dir / PHASE_LINES) if line["kind"] == "phases" and counts(line)]
+
+    def measured_lines(name: str, kind: str) -> list[dict[str, Any]]:
+        # The first steps are warm-up, and the last one evaluates and saves.
+        lines = [line for line in read_lines(run_dir / name) if line["kind"] == kind]
+        return [line for line in lines if steps // _WARMUP_DIVISOR < line["step"] < steps]
+
+    times = [line["time"] for line in measured_lines(METRICS, "train")]
+    phase_means = [line["mean"] for line in measured_lines(PHASE_LINES, "phases")]
+    phases = {}
+    if phase_means:
+        phases = {name: statistics.fmean(mean.get(name, 0.0) for mean in phase_means) for name in PHASES}
     events = read_lines(event_file(run_dir, 0))
     start = next(event for event in events if event["kind"] == "start")
-    compiled = next((event for event in events if event["kind"] == "compile"), {})
-    exposed = compiled.get("expected_exposed_seconds")
+    compile_event = next((event for event in events if event["kind"] == "compile"), {})
+    exposed = compile_event.get("expected_exposed_seconds")
     return _RunMeasurement(
         seconds=statistics.median(after - before for before, after in pairwise(times)),
-        phases={name: statistics.fmean(line["mean"].get(name, 0.0) for line in phases) for name in PHASES if phases},
+        phases=phases,
         devices=start["devices"],
         environment=start.get("environment") or {},
-        expected=(compiled.get("expected_step_seconds"), exposed if isinstance(exposed, dict) else {}),
+        expected=(compile_event.get("expected_step_seconds"), exposed if isinstance(exposed, dict) else {}),
     )
 
 
@@ -296,15 +333,18 @@ def _read(run_dir: Path, steps: int) -> _RunMeasurement:
 
 
 def _should_calibrate(request: ScalingRequest) -> bool:
-    """Returns True if rates are measured first: on the CPUs of this machine, since GPUs have data sheets."""
+    """Returns True if the rates of this machine's CPUs must be measured for predictions.
+
+    GPUs need no measurement, because predictions can use their data sheets.
+    """
     on_cpu = os.environ.get("JAX_PLATFORMS") == "cpu" or (
-        request.devices_per_process is not None and not _gpus(request)
+        request.devices_per_process is not None and not _usable_gpus(request)
     )
-    return request.predicts and request.calibration is None and not request.slurm and on_cpu
+    return request.should_predict and request.calibration is None and not request.slurm and on_cpu
 
 
-def _calibrate(request: ScalingRequest, processes: int, say: Callable[[str], None]) -> Path:
-    """Measures the rates with this number of concurrent processes; returns their file."""
+def _calibrate(request: ScalingRequest, processes: int, print_line: Callable[[str], None]) -> Path:
+    """Measures the rates of this machine with the given number of concurrent processes, and returns their file."""
     file = request.folder / f"rates-{processes}.json"
     settings = [
         *request.settings("weak", processes),
@@ -312,23 +352,27 @@ def _calibrate(request: ScalingRequest, processes: int, say: Callable[[str], Non
     ]
     arguments = ["--config", str(request.config_file), *settings, "--calibrate", str(file)]
     _launch(request, processes, request.folder, arguments)
-    say(f"rates  {processes} × process: measured")
+    print_line(f"rates  {_describe(processes)}: measured")
     return file
 
 
 def _predict(request: ScalingRequest, mode: Mode, processes: int, devices: int, rates: Path) -> _Prediction:
-    """Returns the predicted step time from a dry run with these rates. Raises `UserError` if the dry run fails."""
-    kind, hosts = read_calibration(rates).kind, processes if request.slurm else 1
+    """Returns the prediction for a case, from a dry run with the given file of rates.
+
+    Raises `UserError` if the dry run fails.
+    """
+    kind = read_calibration(rates).kind
+    hosts = processes if request.slurm else 1
     target = ["--devices", str(devices)] if kind == CPU else ["--target", _target(kind), "--hosts", str(hosts)]
     target += ["--devices-per-host", str(devices // hosts)]
-    done = subprocess.run(
+    dry_run = subprocess.run(
         [sys.executable, "-m", "jaxmnt.train", "--config", str(request.config_file), "--dry-run", "--json", *target,
          "--calibration", str(rates), *request.settings(mode, processes), as_override("run.dir", str(request.folder))],
         capture_output=True, text=True,
     )  # fmt: skip
-    if done.returncode:
-        raise UserError(f"the step could not be predicted: {done.stderr.strip().splitlines()[-1]}")
-    plan: dict[str, Any] = json.loads(done.stdout)
+    if dry_run.returncode:
+        raise UserError(f"the step time could not be predicted: {dry_run.stderr.strip().splitlines()[-1]}")
+    plan: dict[str, Any] = json.loads(dry_run.stdout)
     exposed: dict[str, float] = {}
     for collective in plan["collectives"]:
         axis = collective["axis"]
@@ -337,7 +381,7 @@ def _predict(request: ScalingRequest, mode: Mode, processes: int, devices: int, 
 
 
 def _target(kind: str) -> str:
-    """Returns the plan target with these chips. Raises `ConfigError` for unknown chips."""
+    """Returns the name of the target of plans that has a kind of chip. Raises `ConfigError` for an unknown kind."""
     targets = [name for name, chip in CHIPS.items() if chip.kind == kind]
     if not targets:
         raise ConfigError(f"--calibration: the rates were measured on {kind}, which is not a known target of plans")

@@ -11,7 +11,7 @@ from jaxmnt.plan.candidates import Candidate
 from jaxmnt.plan.goal import RESTART_SECONDS, Faults, Goal, faults_of, time_and_cost
 from jaxmnt.plan.predict import HIGH, LOW
 from jaxmnt.plan.search import Guess, Plan, Search, describe
-from jaxmnt.report.advice import EXPOSED_SHARE, IDLE_SHARE, MEMORY_SHARE
+from jaxmnt.report.advice import MAX_EXPOSED_SHARE, MAX_IDLE_SHARE, MIN_MEMORY_SHARE
 from jaxmnt.units import size, span
 
 
@@ -225,7 +225,7 @@ def advice(search: Search, best: PricedPlan) -> list[str]:
     config = search.config
     seconds = plan.seconds
     lines = []
-    if plan.prediction.exposed > EXPOSED_SHARE * seconds:
+    if plan.prediction.exposed > MAX_EXPOSED_SHARE * seconds:
         waits: dict[str, float] = {}
         for collective in plan.report["collectives"]:
             waits[collective["axis"]] = waits.get(collective["axis"], 0.0) + collective["exposed_seconds"]
@@ -234,12 +234,12 @@ def advice(search: Search, best: PricedPlan) -> list[str]:
             f"communication-bound: a GPU waits for {plan.prediction.exposed / seconds:.0%} of a step, most of it along "
             f"{axis} ({waits[axis]:.2g} s); more rows per step, fewer GPUs or a faster network would change that"
         )
-    if plan.prediction.bubble > IDLE_SHARE * seconds:
+    if plan.prediction.bubble > MAX_IDLE_SHARE * seconds:
         lines.append(
             f"bubble: stages are idle for {plan.prediction.bubble / seconds:.0%} of a step; a larger batch has more "
             "microbatches"
         )
-    if plan.peak < MEMORY_SHARE * plan.limit:
+    if plan.peak < MIN_MEMORY_SHARE * plan.limit:
         lines.append(
             f"memory unused: a step uses {plan.peak / plan.limit:.0%} of it; the run also fits on fewer GPUs, so "
             "give --gpus several numbers"

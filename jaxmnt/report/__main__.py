@@ -1,7 +1,7 @@
-"""python -m jaxmnt.report RUN [RUN …]: where the time of a run went, what it cost, what failed; as a page with charts.
+"""python -m jaxmnt.report RUN [RUN …]: a page with charts that shows where the time of a run went and what failed.
 
-RUN is the directory of a finished or running run; several runs are compared. Only files in it are read, and JAX is not
-needed.
+RUN is the directory of a finished or running run; several runs are compared. The report also shows what the run cost.
+It reads only the files in RUN, and does not need JAX.
 """
 
 import argparse
@@ -10,7 +10,7 @@ from pathlib import Path
 from jaxmnt.commands import LOCAL_EXIT_CODES, Parser, run_command, write_file
 from jaxmnt.errors import ExitCode, printable
 
-_PAGE = "report.html"
+_PAGE_FILE = "report.html"
 
 
 def main(arguments: list[str]) -> int:
@@ -37,7 +37,7 @@ def main(arguments: list[str]) -> int:
         return ExitCode.FINISHED
     print(summary_text(report))
     if not options.text:
-        default = Path(options.run[0]) / _PAGE if len(options.run) == 1 else Path(_PAGE)
+        default = Path(options.run[0]) / _PAGE_FILE if len(options.run) == 1 else Path(_PAGE_FILE)
         page_file = options.output or default
         write_file(page_file, page(report))
         print(f"page    {printable(str(page_file))}")
@@ -57,7 +57,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("run", nargs="+", metavar="RUN", help="run directory")
     parser.add_argument(
         "--output", type=Path, metavar="FILE",
-        help=f"where to write the page; default RUN/{_PAGE}, or ./{_PAGE} for several runs",
+        help=f"where to write the page; default RUN/{_PAGE_FILE}, or ./{_PAGE_FILE} for several runs",
     )  # fmt: skip
     parser.add_argument(
         "--price", type=_price, metavar="COST", help="cost of a GPU-hour; default launch.cost_per_gpu_hour"
@@ -65,7 +65,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     output_mode = parser.add_mutually_exclusive_group()
     output_mode.add_argument("--text", action="store_true", help="print the summary only, and write no page")
     output_mode.add_argument("--json", action="store_true", help="print only the whole report, as JSON")
-    output_mode.add_argument("--failures", action="store_true", help="print only what ended attempts")
+    output_mode.add_argument("--failures", action="store_true", help="print only the failures that ended attempts")
     output_mode.add_argument("--advise", action="store_true", help="print only advice on what to improve")
     output_mode.add_argument(
         "--watch", action="store_true", help="serve the page on this machine and keep it up to date"
@@ -86,13 +86,13 @@ def _price(text: str) -> float:
     except ValueError:
         price = -1.0
     if not 0 <= price < 1e9:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a number, 0 or more")
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number that is at least 0")
     return price
 
 
 def _port(text: str) -> int:
     if not text.isdecimal() or int(text) > 65535:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a port, 0 to 65535")
+        raise argparse.ArgumentTypeError(f"{text!r} must be a port from 0 to 65535")
     return int(text)
 
 

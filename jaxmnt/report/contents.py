@@ -1,4 +1,4 @@
-"""The whole report of a run as one JSON value: the page shows it, `--json` prints it."""
+"""Builds the whole report as one JSON value, which the page shows and `--json` prints."""
 
 import math
 import time
@@ -15,7 +15,7 @@ from jaxmnt.config.load import flatten_tree
 from jaxmnt.errors import printable
 from jaxmnt.report.advice import advise
 from jaxmnt.report.charts import charts_of
-from jaxmnt.report.failures import failures
+from jaxmnt.report.failures import find_failures
 from jaxmnt.report.goodput import PARTS, attempt_parts, goodput, typical_step
 from jaxmnt.report.history import Attempt, Record, events_of, has_no_targets, number, read_run_records
 from jaxmnt.report.scaling import read_study
@@ -26,28 +26,31 @@ VERSION = 1
 """Version of the output of `--json`. It changes when an existing field changes its meaning or is removed."""
 
 _MAX_MARKS = 500
-"""Marks of each kind in a chart; more cannot be told apart."""
-_MAX_SAMPLES = 20
+"""Maximum number of marks of each kind in a chart; more could not be told apart."""
+_MAX_SAMPLED_STEPS = 20
+"""Maximum number of steps whose generated texts are shown in addition to those of the newest step."""
 _MAX_PROCESSES = 64
-"""Processes that are shown individually: those that work longest."""
-_ACTIVE_SECONDS = 120.0
-"""A run without a recorded end counts as active for this long after its last write."""
+"""Maximum number of processes that are shown individually; these are the ones that work longest."""
+_ACTIVE_AFTER_WRITE_SECONDS = 120.0
+"""Time after its last write for which a run without a recorded end counts as active."""
 _RECENT_STEPS = 100
-"""Steps over which the rate of a run is averaged."""
+"""Number of latest steps over which the speed of a run is averaged."""
 
 _MARKED_KINDS = ("bad_step", "loss_spike", "straggler", "checkpoint_failed", "checkpoint_damaged", "replicas_differ",
                  "rows_skipped", "slow_device", "host_fault")  # fmt: skip
-"""Kinds of events that charts mark at their step."""
+"""Kinds of events that charts mark at the step of the event."""
 _TIMELINE_KINDS = frozenset({
     *_MARKED_KINDS, "start", "started", "checkpoint_commit", "config_change", "straggler_over", "slow_device_over",
     "budget", "preempted", "profile", "failed", "peer_lost", "hang", "interrupted", "end",
 })  # fmt: skip
+"""Kinds of events that the timeline shows."""
 
 
 def report_of(runs: Sequence[str], price: float | None = None) -> Record:
-    """Returns the report of these run directories. `price` is the cost of a device-hour; None uses the recorded price.
+    """Returns the report on the given run directories.
 
-    Raises `ConfigError` for a directory without records of a run.
+    `price` is the cost of a device-hour; if it is None, the price that each run recorded is used. Raises `ConfigError`
+    for a directory without records of a run.
     """
     reports = [_run_report(run, price) | {"label": label} for run, label in zip(runs, _labels(runs), strict=True)]
     differences = _differences([report["config"] for report in reports])
@@ -76,33 +79,36 @@ def _labels(runs: Sequence[str]) -> list[str]:
 
 
 def _run_report(run: str, price: float | None) -> Record:
+    """Returns the part of the report that concerns one run."""
     run_dir = Path(run)
     attempts, notes = read_run_records(run_dir)
     for attempt in attempts if price is not None else []:
         attempt.cost_per_gpu_hour = price
-    typical = typical_step(attempts)
-    parts = [attempt_parts(attempt, typical) for attempt in attempts]
+    step_seconds = typical_step(attempts)
+    parts = [attempt_parts(attempt, step_seconds) for attempt in attempts]
     config, config_note = _config(run_dir)
-    over = not _is_active(run_dir, attempts)
+    is_over = not _is_active(run_dir, attempts)
     phase_lines = read_lines(run_dir / PHASE_LINES)
-    newest = attempts[-1].start
+    newest_start = attempts[-1].start
     study, study_note = read_study(run_dir)
     notes += [note for note in (config_note, study_note) if note]
-    if newest.get("format", FORMAT) > FORMAT:
+    if newest_start.get("format", FORMAT) > FORMAT:
         notes.append(
-            f"{run} was written by a later version of jaxmnt (format {newest['format']}; this one knows {FORMAT}): "
-            "update jaxmnt; what could be read is shown"
+            f"{run} was written by a later version of jaxmnt (in format {newest_start['format']}, and this version "
+            f"knows {FORMAT}), so the report shows only what could be read; update jaxmnt"
         )
     return {
         "run": run,
-        "id": newest.get("run"),
-        "state": _state(attempts[-1], over),
-        "summary": _summary(attempts, config, typical),
+        "id": newest_start.get("run"),
+        "state": _state(attempts[-1], is_over),
+        "summary": _summary(attempts, config, step_seconds),
         "goodput": asdict(goodput(attempts)) | {"parts": PARTS},
-        "attempts": [_attempt_record(attempt, seconds) for attempt, seconds in zip(attempts, parts, strict=True)],
-        "failures": [asdict(failure) for failure in failures(run_dir, attempts, parts, over=over)],
+        "attempts": [
+            _attempt_record(attempt, part_seconds) for attempt, part_seconds in zip(attempts, parts, strict=True)
+        ],
+        "failures": [asdict(failure) for failure in find_failures(run_dir, attempts, parts, is_over=is_over)],
         "stragglers": _stragglers(attempts),
-        "advice": [asdict(advice) for advice in advise(attempts, config, typical, phase_lines)],
+        "advice": [asdict(advice) for advice in advise(attempts, config, step_seconds, phase_lines)],
         "scaling": None if study is None else study.to_json(),
         "marks": _marks(attempts),
         "timeline": _timeline(attempts),
@@ -116,33 +122,33 @@ def _run_report(run: str, price: float | None) -> Record:
             {"attempt": attempt.number, **{name: record.get(name) for name in ("key", "before", "now", "resume")}}
             for attempt in attempts for record in attempt.events if record["kind"] == "config_change"
         ],
-        "environment": newest["environment"] if isinstance(newest.get("environment"), dict) else {},
+        "environment": newest_start["environment"] if isinstance(newest_start.get("environment"), dict) else {},
         "notes": [printable(note) for note in notes],
     }  # fmt: skip
 
 
-def _summary(attempts: Sequence[Attempt], config: Record, typical: float) -> Record:
-    """Returns the key figures of a run."""
+def _summary(attempts: Sequence[Attempt], config: Record, step_seconds: float) -> Record:
+    """Returns the key figures of a run, given the median duration of a step."""
     lines = [line for attempt in attempts for line in attempt.steps]
     evals = [line for attempt in attempts for line in attempt.evals]
-    last = lines[-1] if lines else {}
-    recent = [line for line in lines[-_RECENT_STEPS:] if line["step"] != lines[0]["step"]]
-    seconds = sum(number(line, "step_seconds") for line in recent)
-    rate = sum(number(line, "tokens_per_second") * number(line, "step_seconds") for line in recent)
+    last_line = lines[-1] if lines else {}
+    recent_lines = [line for line in lines[-_RECENT_STEPS:] if line["step"] != lines[0]["step"]]
+    recent_seconds = sum(number(line, "step_seconds") for line in recent_lines)
+    recent_tokens = sum(number(line, "tokens_per_second") * number(line, "step_seconds") for line in recent_lines)
     steps = config.get("train.steps")
-    steps_left = steps - last.get("step", 0) if type(steps) is int else 0
+    steps_left = steps - last_line.get("step", 0) if type(steps) is int else 0
     return {
-        "step": last.get("step", attempts[-1].resumed_after),
+        "step": last_line.get("step", attempts[-1].resumed_after),
         "steps": steps,
-        "loss": last.get("loss"),
+        "loss": last_line.get("loss"),
         "held_out_loss": evals[-1]["loss"] if evals else None,
         "bits_per_byte": evals[-1].get("bits_per_byte") if evals else None,
-        "tokens": last.get("tokens", 0),
-        "tokens_per_second": rate / seconds if seconds else None,
-        "step_seconds": typical if math.isfinite(typical) else None,
-        "mfu": _mean(line.get("mfu") for line in recent),
-        "hfu": _mean(line.get("hfu") for line in recent),
-        "seconds_left": steps_left * typical if steps_left > 0 and math.isfinite(typical) else None,
+        "tokens": last_line.get("tokens", 0),
+        "tokens_per_second": recent_tokens / recent_seconds if recent_seconds else None,
+        "step_seconds": step_seconds if math.isfinite(step_seconds) else None,
+        "mfu": _mean(line.get("mfu") for line in recent_lines),
+        "hfu": _mean(line.get("hfu") for line in recent_lines),
+        "seconds_left": steps_left * step_seconds if steps_left > 0 and math.isfinite(step_seconds) else None,
         "bad_steps": len(events_of(attempts, "bad_step")),
         "steps_without_targets": sum(map(has_no_targets, lines)),
         "restarts": len(attempts) - 1,
@@ -150,21 +156,23 @@ def _summary(attempts: Sequence[Attempt], config: Record, typical: float) -> Rec
 
 
 def _mean(values: Iterable[Any]) -> float | None:
-    present = [value for value in values if value is not None]
-    return sum(present) / len(present) if present else None
+    """Returns the mean of the values that are not None; None if there are none."""
+    numbers = [value for value in values if value is not None]
+    return sum(numbers) / len(numbers) if numbers else None
 
 
-def _state(last: Attempt, over: bool) -> str:
+def _state(last: Attempt, is_over: bool) -> str:
+    """Returns the state of a run in words, from its last attempt."""
     if last.end == "end":
-        ended = next(record for record in reversed(last.events) if record["kind"] == "end")
-        return "finished" if ended["finished"] else "stopped with a checkpoint"
+        end_event = next(record for record in reversed(last.events) if record["kind"] == "end")
+        return "finished" if end_event["finished"] else "stopped with a checkpoint"
     if last.end is not None:
         return {"failed": "failed", "hang": "hung", "peer_lost": "lost a process"}.get(last.end, last.end)
-    return "ended abruptly" if over else "under way"
+    return "ended abruptly" if is_over else "under way"
 
 
 def _is_active(run_dir: Path, attempts: Sequence[Attempt]) -> bool:
-    """Returns True if the run seems to be running: it recorded no end, and wrote recently."""
+    """Returns True if the run seems to be running, because it recorded no end and wrote something recently."""
     if attempts[-1].end is not None:
         return False
     write_times = [attempts[-1].ended]
@@ -172,11 +180,12 @@ def _is_active(run_dir: Path, attempts: Sequence[Attempt]) -> bool:
         path = run_dir / name
         write_times += [path.stat().st_mtime] if path.is_file() else []
     now = time.time()
-    # The absolute difference, because a clock that was ahead has written times in the future.
-    return any(abs(now - written) < _ACTIVE_SECONDS for written in write_times)
+    # Use the absolute difference, because a host whose clock is ahead writes times in the future.
+    return any(abs(now - write_time) < _ACTIVE_AFTER_WRITE_SECONDS for write_time in write_times)
 
 
 def _attempt_record(attempt: Attempt, parts: dict[str, float]) -> Record:
+    """Returns the part of the report that concerns one attempt. `parts` has the seconds of each part of its time."""
     return {
         "attempt": attempt.number,
         "began": attempt.began,
@@ -196,7 +205,7 @@ def _attempt_record(attempt: Attempt, parts: dict[str, float]) -> Record:
 
 
 def _stragglers(attempts: Sequence[Attempt]) -> list[Record]:
-    """Returns the processes and devices that slowed the others down, with their phase and their first and last step."""
+    """Returns the processes and devices that slowed others down, each with its phase and its first and last step."""
     stragglers = []
     for attempt in attempts:
         ongoing = {}
@@ -225,15 +234,16 @@ def _stragglers(attempts: Sequence[Attempt]) -> list[Record]:
 
 def _samples(attempts: Sequence[Attempt]) -> list[Record]:
     """Returns the texts that the model generated after evaluations, the newest first."""
-    by_step: dict[int, list[dict[str, str]]] = {}
+    samples_by_step: dict[int, list[dict[str, str]]] = {}
     for record in events_of(attempts, "samples"):
         samples = record.get("samples")
         if "step" in record and isinstance(samples, list):
-            by_step[record["step"]] = [
+            samples_by_step[record["step"]] = [
                 {"prompt": sample["prompt"], "text": sample["text"]} for sample in samples if _is_sample(sample)
             ]
-    steps = sorted(by_step, reverse=True)
-    return [{"step": step, "samples": by_step[step]} for step in steps[:1] + _thin(steps[1:], _MAX_SAMPLES)]
+    steps = sorted(samples_by_step, reverse=True)
+    shown_steps = steps[:1] + _thin(steps[1:], _MAX_SAMPLED_STEPS)
+    return [{"step": step, "samples": samples_by_step[step]} for step in shown_steps]
 
 
 def _is_sample(sample: Any) -> bool:
@@ -241,7 +251,7 @@ def _is_sample(sample: Any) -> bool:
 
 
 def _marks(attempts: Sequence[Attempt]) -> list[Record]:
-    """Returns the marks of the charts, in order of their steps."""
+    """Returns the marks that the charts show, ordered by step."""
     marks = [
         {"step": attempt.resumed_after, "kind": "restart", "text": f"attempt {attempt.number} resumes"}
         for attempt in attempts[1:]
@@ -256,16 +266,16 @@ def _marks(attempts: Sequence[Attempt]) -> list[Record]:
 
 
 def _timeline(attempts: Sequence[Attempt]) -> list[Record]:
-    """Returns the events on the timeline, in order of their times."""
-    by_kind: dict[str, list[Record]] = {}
+    """Returns the events that the timeline shows, ordered by time."""
+    entries_by_kind: dict[str, list[Record]] = {}
     for attempt in attempts:
         start = {"kind": "start", "time": attempt.began, "step": attempt.resumed_after}
         for record in [start, *attempt.events]:
             if record["kind"] in _TIMELINE_KINDS:
                 entry = {"time": record["time"], "attempt": attempt.number, "text": _event_text(record)}
-                by_kind.setdefault(record["kind"], []).append(entry | {"kind": record["kind"]})
-    # Each kind is thinned by itself, so that a frequent one does not displace the others.
-    thinned = [entry for entries in by_kind.values() for entry in _thin(entries)]
+                entries_by_kind.setdefault(record["kind"], []).append(entry | {"kind": record["kind"]})
+    # Each kind is thinned separately, so that a frequent kind does not displace the others.
+    thinned = [entry for entries in entries_by_kind.values() for entry in _thin(entries)]
     return sorted(thinned, key=lambda entry: (entry["time"], entry["attempt"]))
 
 
@@ -278,7 +288,7 @@ def _thin(records: list[Any], limit: int = _MAX_MARKS) -> list[Any]:
 
 _TEXT_FIELDS = ("why", "bad", "key", "before", "now", "phase", "loss", "typical", "at_fault", "at_fault_host",
                 "asked_by", "file", "device")  # fmt: skip
-"""Fields of an event that its text shows."""
+"""Fields of an event that are included in its text."""
 
 
 def _event_text(record: Record) -> str:
@@ -290,30 +300,32 @@ def _event_text(record: Record) -> str:
 
 
 def _processes(run_dir: Path, phase_lines: Sequence[Record]) -> Record:
-    """Returns quantiles of each process's own work in a step, for the processes that work longest.
+    """Returns quantiles of the time that each process spends on its own work in a step.
 
-    Axes: S lines, each summed over some steps; P processes; Q quantiles.
+    The result has only the processes that work longest. Axes: S lines, each of which covers several steps; P processes;
+    Q quantiles.
     """
     lines = [line for line in phase_lines if line["kind"] == "processes" and _are_quantiles(line.get("own"))]
     if not lines:
         return {"quantiles": QUANTILES, "of": [], "processes": 0}
     processes = len(lines[-1]["own"])
     lines = [line for line in lines if len(line["own"]) == processes]
-    # Average over the steps, except for the last quantile, which is the maximum.
+    # Each quantile is averaged over the steps, except for the last one, which is the maximum.
     weights = np.array([number(line, "steps") for line in lines]) + 1e-9
     own_SPQ = np.array([line["own"] for line in lines])
     seconds_PQ = np.average(own_SPQ, axis=0, weights=weights)
     seconds_PQ[:, -1] = own_SPQ[:, :, -1].max(axis=0)
-    shown = np.argsort(-seconds_PQ[:, 1], kind="stable")[:_MAX_PROCESSES].tolist()
-    hosts = _hosts(run_dir, set(shown))
-    rows = [
-        {"process": process, "host": hosts.get(process), "seconds": seconds_PQ[process].tolist()} for process in shown
+    shown_processes = np.argsort(-seconds_PQ[:, 1], kind="stable")[:_MAX_PROCESSES].tolist()
+    hosts = _hosts(run_dir, set(shown_processes))
+    process_records = [
+        {"process": process, "host": hosts.get(process), "seconds": seconds_PQ[process].tolist()}
+        for process in shown_processes
     ]
-    return {"quantiles": QUANTILES, "processes": processes, "of": rows}
+    return {"quantiles": QUANTILES, "processes": processes, "of": process_records}
 
 
 def _are_quantiles(own_work: Any) -> bool:
-    """Returns True for a non-empty list with the quantiles of each process."""
+    """Returns True for a non-empty list that has valid quantiles for each process."""
     is_valid = lambda value: isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1e9
     return isinstance(own_work, list) and bool(own_work) and all(
         isinstance(row, list) and len(row) == len(QUANTILES) and all(map(is_valid, row)) for row in own_work
@@ -321,7 +333,7 @@ def _are_quantiles(own_work: Any) -> bool:
 
 
 def _hosts(run_dir: Path, processes: set[int]) -> dict[int, str]:
-    """Returns the host on which each of these processes started last."""
+    """Returns the host on which each of these processes most recently started; a process may be missing."""
     host_of: dict[int, str] = {}
     for path in event_files(run_dir):
         if int(path.stem) in processes:
@@ -331,36 +343,38 @@ def _hosts(run_dir: Path, processes: set[int]) -> dict[int, str]:
 
 
 def _config(run_dir: Path) -> tuple[Record, str | None]:
-    """Returns the resolved config by dotted key, unvalidated because any version may have written it, and a note.
+    """Returns the resolved config by dotted key, and a note that says why there is no config; None if there is one.
 
-    The note says why there is no config; it is None if there is one.
+    The config is not validated, because any version of jaxmnt may have written it.
     """
     path = run_dir / "config.yaml"
     try:
         tree = yaml.safe_load(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        return {}, f"{path} does not exist: the report has no config"
+        return {}, f"{path} does not exist, so the report has no config"
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        return {}, f"{path} cannot be read ({' '.join(str(error).split())[:120]}): the report has no config"
+        why = " ".join(str(error).split())[:120]
+        return {}, f"{path} cannot be read ({why}), so the report has no config"
     if not isinstance(tree, dict):
-        return {}, f"{path} contains no settings: the report has no config"
+        return {}, f"{path} contains no settings, so the report has no config"
     try:
-        return {key: _plain(value) for key, value in flatten_tree(tree).items()}, None
+        return {key: _as_json_value(value) for key, value in flatten_tree(tree).items()}, None
     except RecursionError:
-        return {}, f"{path} contains itself: the report has no config"
+        return {}, f"{path} contains itself, so the report has no config"
 
 
-def _plain(value: Any) -> Any:
+def _as_json_value(value: Any) -> Any:
+    """Returns a value of a config with everything that JSON cannot represent converted to text."""
     if isinstance(value, list):
-        return [_plain(item) for item in value]
+        return [_as_json_value(entry) for entry in value]
     if isinstance(value, dict):
-        return {str(name): _plain(item) for name, item in value.items()}
+        return {str(name): _as_json_value(entry) for name, entry in value.items()}
     return value if isinstance(value, str | int | float | bool | None) else str(value)
 
 
 def _differences(configs: Sequence[Record]) -> list[Record]:
-    """Returns the keys whose values differ between runs, with the value in each run."""
-    keys = {key: None for config in configs for key in config}
+    """Returns the keys of the config whose values differ between runs, with the value in each run."""
+    keys = dict.fromkeys(key for config in configs for key in config)
     return [
         {"key": key, "values": [config.get(key) for config in configs]}
         for key in keys
@@ -369,11 +383,14 @@ def _differences(configs: Sequence[Record]) -> list[Record]:
 
 
 def _difference_notes(differences: Sequence[Record]) -> list[str]:
-    """Returns warnings for the comparison of runs whose configs have these differences."""
+    """Returns warnings for readers who compare runs whose configs have these differences."""
     notes = []
     sections = {difference["key"].partition(".")[0] for difference in differences}
     if "model" in sections:
-        notes.append("these runs train different models: compare their losses with care")
+        notes.append("these runs train different models, so compare their losses with care")
     if "data" in sections:
-        notes.append("these runs read different data, or in another order: the loss of a step is over different rows")
+        notes.append(
+            "these runs read different data, or the same data in another order, so their losses at a step are over "
+            "different rows"
+        )
     return notes

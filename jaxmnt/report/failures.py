@@ -1,7 +1,7 @@
-"""Failures of attempts: what failed first, in which process, the log lines that show it, and what it cost.
+"""Finds out for each failed attempt what failed first, in which process, which log lines show it, and what it cost.
 
 The sources are the events of all processes, the stacks of hangs, the output of processes, and the launcher's records. A
-failure of one process ends all of them, so many events report the same failure: the first one that blames its own
+failure of one process ends all of them, so many events report the same failure. The first event that blames its own
 process counts.
 """
 
@@ -17,19 +17,23 @@ from jaxmnt.report.history import Attempt, Record, attempt_index_at, seconds_ahe
 from jaxmnt.telemetry.events import FAILED_START, event_files, log_files, read_lines
 
 _FAILURE_RANK = {"failed": 0, FAILED_START: 0, "hang": 1, "peer_lost": 2}
-"""Kinds of events that report a failure, with their rank: the most informative have the lowest."""
-_MAX_LINES = 10
-_TAIL_BYTES = 65536
-_SLACK_SECONDS = 60.0
-"""Tolerance for differences between clocks, and between the ends of processes."""
-_JOB_LOG_SECONDS = 600.0
-"""Time after an attempt's end in which the script of its Slurm job may still write to its log."""
+"""Kinds of events that report a failure, each with a rank. The most informative kinds have the lowest rank."""
+_MAX_LOG_LINES = 10
+"""Maximum number of log lines shown for a failure."""
+_MAX_TAIL_BYTES = 65536
+"""Maximum number of bytes at the end of a log that are searched for these lines."""
+_CLOCK_TOLERANCE_SECONDS = 60.0
+"""Tolerance for differences between the clocks of processes, and between the times at which they end."""
+_START_TOLERANCE_SECONDS = 5.0
+"""Tolerance for a difference between the clocks of a launcher and of the attempt that it started."""
+_JOB_LOG_GRACE_SECONDS = 600.0
+"""Time after the end of an attempt during which the script of its Slurm job may still write to the job's log."""
 _ERROR_WORDS = re.compile(
     r"error|exception|traceback|fatal|abort|killed|out of memory|\boom\b|segfault|signal|xid", re.I
 )
 
-_HEADING = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d: ", re.M)
-"""First line of the stacks of one hang."""
+_STACKS_HEADING = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d: ", re.M)
+"""First line of the stacks that were written for one hang."""
 
 
 @dataclass(frozen=True)
@@ -40,28 +44,31 @@ class Failure:
     time: float
     """Unix seconds."""
     step: int
-    """The last finished step."""
+    """The last step that finished before the failure."""
     kind: str
-    """failed, hang, peer_lost, start_failed, or killed if the attempt recorded no end."""
+    """The kind of failure: failed, hang, peer_lost, start_failed, or killed if the attempt recorded no end."""
     why: str
+    """The recorded reason for the failure."""
     process: int | None
-    """The process at fault, if known."""
+    """The process at fault; None if it is unknown."""
     host: str | None
+    """The host of the process at fault; None if it is unknown."""
     lines: list[str]
     """At most ten lines from the most informative log."""
     source: str | None
-    """The log that `lines` are from, relative to the run directory."""
+    """Path of the log that contains `lines`, relative to the run directory."""
     told_by: int
     """Number of processes that reported the failure."""
     exit_code: int | None
-    """Exit code of the attempt, if a launcher recorded it."""
+    """Exit code of the attempt; None if no launcher recorded it."""
     lost_steps: int
+    """Number of steps that a later attempt repeated."""
     lost_seconds: float
-    """Seconds of repeated work, of hanging and of ending."""
+    """Time spent on steps that were repeated later, on hanging, and on ending the attempt."""
     cost: float | None
-    """Cost of the lost seconds."""
+    """Cost of the lost time; None if no price is known."""
     then: str
-    """The next attempt, in words."""
+    """A description of the next attempt."""
 
 
 @dataclass
@@ -74,100 +81,115 @@ class _AttemptEvents:
     """The start event of each process."""
 
 
-def failures(
-    run_dir: Path, attempts: Sequence[Attempt], parts: Sequence[dict[str, float]], *, over: bool
+def find_failures(
+    run_dir: Path, attempts: Sequence[Attempt], parts: Sequence[dict[str, float]], *, is_over: bool
 ) -> list[Failure]:
-    """Returns the failures of these attempts, in order.
+    """Returns the failures that ended the given attempts, in order.
 
-    `parts` has the seconds of each part of each attempt. `over` is True if the last attempt is no longer running, even
-    though it recorded no end.
+    `parts` has the seconds of each part of each attempt. `is_over` is True if the last attempt is no longer running,
+    even though it recorded no end.
     """
-    events, starts = _events_by_attempt(run_dir, attempts), _launcher_starts(run_dir)
-    result = []
-    for index, (attempt, seconds, following) in enumerate(zip(attempts, parts, [*attempts[1:], None], strict=True)):
-        broke_off = attempt.end is None and (following is not None or over)
-        if attempt.end not in _FAILURE_RANK and not broke_off:
+    events = _events_by_attempt(run_dir, attempts)
+    starts = _launcher_starts(run_dir)
+    found_failures = []
+    for index, (attempt, seconds, next_attempt) in enumerate(zip(attempts, parts, [*attempts[1:], None], strict=True)):
+        ended_abruptly = attempt.end is None and (next_attempt is not None or is_over)
+        if attempt.end not in _FAILURE_RANK and not ended_abruptly:
             continue
-        reports = events[index].failures
-        first = _root_failure(reports)
-        process, host = _at_fault(first)
-        # The lines of this attempt lie between the log sizes at its own start and at the next one's.
-        hang = first is not None and first["kind"] == "hang"
-        sizes = [_log_sizes(records, process or 0) for records in events[index : index + 2]]
-        source, lines = _failure_lines(run_dir, process or 0, hang, attempt, *sizes)
-        lost = seconds["again"] + seconds["hang"] + seconds["failure"]
+        failure_events = events[index].failures
+        root_event = _root_failure(failure_events)
+        process, host = _at_fault(root_event)
+        is_hang = root_event is not None and root_event["kind"] == "hang"
+        # This attempt wrote the part of each log between its size at the start of the attempt and at the next start.
+        log_sizes = [_log_sizes(records, process or 0) for records in events[index : index + 2]]
+        source, lines = _failure_lines(run_dir, process or 0, is_hang, attempt, *log_sizes)
+        lost_seconds = seconds["again"] + seconds["hang"] + seconds["failure"]
         attempt_cost = cost_of([attempt])
         last_step = attempt.steps[-1]["step"] if attempt.steps else attempt.resumed_after
-        result.append(
+        found_failures.append(
             Failure(
                 attempt=attempt.number,
-                time=first["time"] if first else attempt.ended,
+                time=root_event["time"] if root_event else attempt.ended,
                 step=last_step + attempt.lost_steps,
-                kind=first["kind"] if first else "killed",
-                why=str(first.get("why") or "no reason was recorded") if first else "it ended abruptly",
+                kind=root_event["kind"] if root_event else "killed",
+                why=str(root_event.get("why") or "no reason was recorded") if root_event else "it ended abruptly",
                 process=process,
                 host=host,
                 lines=lines,
                 source=source,
-                told_by=len({record.get("process") for record in reports}),
+                told_by=len({record.get("process") for record in failure_events}),
                 exit_code=_exit_code(starts, attempt),
                 lost_steps=attempt.lost_steps,
-                lost_seconds=lost,
-                cost=None if attempt_cost is None or not attempt.seconds else attempt_cost * lost / attempt.seconds,
-                then=_describe_next(attempt, following),
+                lost_seconds=lost_seconds,
+                cost=(
+                    None
+                    if attempt_cost is None or not attempt.seconds
+                    else attempt_cost * lost_seconds / attempt.seconds
+                ),
+                then=_describe_next(attempt, next_attempt),
             )
         )
-    return result
+    return found_failures
 
 
-def _root_failure(reports: list[Record]) -> Record | None:
-    """Returns the most informative event: a failure before a hang before a lost peer, own failures first, then the
-    earliest; None if there is no event."""
-    blames_itself = lambda record: record.get("at_fault") in (None, record.get("process"))
-    rank = lambda record: (_FAILURE_RANK[record["kind"]], not blames_itself(record), record["time"])
-    return min(reports, key=rank, default=None)
+def _root_failure(failure_events: list[Record]) -> Record | None:
+    """Returns the event that is most informative about the cause; None if there is no event.
+
+    A failure is preferred to a hang, and a hang to a lost peer. Among events of the same kind, those that blame their
+    own process are preferred, and among these the earliest.
+    """
+
+    def rank(event: Record) -> tuple[int, bool, float]:
+        blames_itself = event.get("at_fault") in (None, event.get("process"))
+        return _FAILURE_RANK[event["kind"]], not blames_itself, event["time"]
+
+    return min(failure_events, key=rank, default=None)
 
 
-def _at_fault(first: Record | None) -> tuple[int | None, str | None]:
+def _at_fault(event: Record | None) -> tuple[int | None, str | None]:
     """Returns the process and the host that an event blames.
 
-    If it blames none, these are the process and the host that recorded it; for a lost peer the process is None.
+    If the event blames no process, these are the process and the host that recorded it, but for a lost peer the process
+    is None.
     """
-    if first is None:
+    if event is None:
         return None, None
-    process, host = first.get("at_fault"), first.get("at_fault_host")
-    if process is not None:
-        return process, host
-    return None if first["kind"] == "peer_lost" else first.get("process"), host or first.get("host")
+    process = event.get("at_fault")
+    host = event.get("at_fault_host")
+    if process is None:
+        process = None if event["kind"] == "peer_lost" else event.get("process")
+        host = host or event.get("host")
+    return process, host
 
 
-def _describe_next(attempt: Attempt, following: Attempt | None) -> str:
-    """Describes the attempt after a failed one."""
-    if following is None:
+def _describe_next(attempt: Attempt, next_attempt: Attempt | None) -> str:
+    """Describes the attempt that follows a failed attempt."""
+    if next_attempt is None:
         return "nothing yet"
-    waited = max(0.0, following.began - attempt.ended)
+    wait_seconds = max(0.0, next_attempt.began - attempt.ended)
     repeated = f", and repeated {counted(attempt.lost_steps, 'step', 'steps')}" if attempt.lost_steps else ""
-    return f"attempt {following.number} resumed after step {following.resumed_after}, {waited:.0f} s later{repeated}"
+    step = next_attempt.resumed_after
+    return f"attempt {next_attempt.number} resumed after step {step}, {wait_seconds:.0f} s later{repeated}"
 
 
 def _events_by_attempt(run_dir: Path, attempts: Sequence[Attempt]) -> list[_AttemptEvents]:
     """Returns the events of all processes, for each attempt.
 
-    Process 0 records the attempt of its events. Other processes count attempts by themselves, so their events are
-    assigned by time. Events of a start that failed early belong to no attempt.
+    The events of process 0 contain the number of their attempt. Other processes count attempts by themselves, so their
+    events are assigned by time. Events of a start that failed early belong to no attempt.
     """
     events = [_AttemptEvents() for _ in attempts]
     index_of_number = {attempt.number: index for index, attempt in enumerate(attempts)}
     for path in event_files(run_dir):
-        ahead = 0.0
+        clock_ahead = 0.0
         for record in read_lines(path):
             if record["kind"] == "start":
-                ahead = seconds_ahead(record.get("clock_ahead"))
-            time = record["time"] - ahead
+                clock_ahead = seconds_ahead(record.get("clock_ahead"))
+            time = record["time"] - clock_ahead
             if path.stem == "0" and "attempt" in record:
                 index = index_of_number.get(record["attempt"])
             else:
-                index = attempt_index_at(time, attempts, _SLACK_SECONDS)
+                index = attempt_index_at(time, attempts, _CLOCK_TOLERANCE_SECONDS)
             if index is not None and record["kind"] in _FAILURE_RANK:
                 events[index].failures.append(record | {"time": time + attempts[index].shifted_seconds})
             elif index is not None and record["kind"] == "start" and "process" in record:
@@ -178,7 +200,7 @@ def _events_by_attempt(run_dir: Path, attempts: Sequence[Attempt]) -> list[_Atte
 def _launcher_starts(run_dir: Path) -> list[Record]:
     """Returns the starts that a launcher inside an allocation recorded.
 
-    An unreadable file counts as missing: it only adds the exit code to what the events report.
+    An unreadable file counts as missing, because it would only add an exit code to what the events report.
     """
     try:
         starts = json.loads((run_dir / "launch" / "starts.json").read_text(encoding="utf-8"))
@@ -188,19 +210,22 @@ def _launcher_starts(run_dir: Path) -> list[Record]:
 
 
 def _exit_code(starts: list[Record], attempt: Attempt) -> int | None:
-    """Returns the exit code of the last start recorded before the attempt began, if it is recent enough."""
+    """Returns the exit code of the last recorded start before the attempt; None if there is no recent one."""
     codes = [
         (start["began"], start["code"])
         for start in starts
         if isinstance(start.get("began"), int | float) and type(start.get("code")) is int
     ]
     began = attempt.began - attempt.shifted_seconds
-    last = max((entry for entry in codes if entry[0] <= began + _SLACK_SECONDS / 12), default=None)
-    return last[1] if last is not None and last[0] >= began - _JOB_LOG_SECONDS else None
+    last_start = max((entry for entry in codes if entry[0] <= began + _START_TOLERANCE_SECONDS), default=None)
+    return last_start[1] if last_start is not None and last_start[0] >= began - _JOB_LOG_GRACE_SECONDS else None
 
 
 def _log_sizes(events: _AttemptEvents, process: int) -> dict[str, int]:
-    """Returns the size in bytes of each log of a process when it started this attempt."""
+    """Returns the size in bytes that each log of a process had when the process started an attempt.
+
+    `events` are those of the attempt.
+    """
     sizes = events.starts.get(process, {}).get("log_bytes")
     return {name: size for name, size in sizes.items() if type(size) is int} if isinstance(sizes, dict) else {}
 
@@ -208,56 +233,61 @@ def _log_sizes(events: _AttemptEvents, process: int) -> dict[str, int]:
 def _failure_lines(
     run_dir: Path,
     process: int,
-    hang: bool,
+    is_hang: bool,
     attempt: Attempt,
-    before: dict[str, int],
-    after: dict[str, int] | None = None,
+    sizes_at_start: dict[str, int],
+    sizes_at_next_start: dict[str, int] | None = None,
 ) -> tuple[str | None, list[str]]:
-    """Returns a log and up to ten lines that the process wrote to it in this attempt; None and no lines if none help.
+    """Returns the name of a log, and up to ten lines in it that show why the process failed in an attempt.
 
-    Every attempt appends to the same files: `before` and `after` are their sizes at the start of this attempt and at
-    the start of the next.
+    Returns None and an empty list if no log shows it. Every attempt appends to the same files, so the sizes in bytes at
+    the start of the attempt and at the start of the next one tell which part the attempt wrote.
     """
-    stacks, printed, native = log_files(process)
-    jobs = sorted(str(path.relative_to(run_dir)) for path in (run_dir / "logs").glob("slurm-*.log"))
-    for name in [*([stacks] if hang else []), printed, *jobs, native]:
-        text = _tail(run_dir / name, attempt, before.get(name, 0), (after or {}).get(name), is_job_log=name in jobs)
-        lines = _main_thread_stack(text) if name == stacks else _lines_before_error(text)
+    stacks_log, output_log, native_log = log_files(process)
+    job_logs = sorted(str(path.relative_to(run_dir)) for path in (run_dir / "logs").glob("slurm-*.log"))
+    for name in [*([stacks_log] if is_hang else []), output_log, *job_logs, native_log]:
+        begin = sizes_at_start.get(name, 0)
+        end = (sizes_at_next_start or {}).get(name)
+        text = _tail(run_dir / name, attempt, begin, end, is_job_log=name in job_logs)
+        lines = _main_thread_stack(text) if name == stacks_log else _lines_before_error(text)
         if lines:
             return name, lines
     return None, []
 
 
-def _tail(path: Path, attempt: Attempt, first: int, last: int | None, *, is_job_log: bool) -> str:
-    """Returns the text that an attempt wrote to a file, from byte `first` to `last` (None: to the end of the file).
+def _tail(path: Path, attempt: Attempt, begin: int, end: int | None, *, is_job_log: bool) -> str:
+    """Returns the text that an attempt wrote to a file, from byte `begin` up to byte `end`, or up to the end for None.
 
-    Returns at most the last `_TAIL_BYTES` bytes, and "" if there is no text of this attempt.
+    Returns at most the last `_MAX_TAIL_BYTES` bytes, and "" if the attempt wrote nothing.
     """
     try:
         if not path.is_file():
             return ""
-        written = path.stat().st_mtime + attempt.shifted_seconds
-        if is_job_log and not attempt.began <= written <= attempt.ended + _JOB_LOG_SECONDS:
+        write_time = path.stat().st_mtime + attempt.shifted_seconds
+        if is_job_log and not attempt.began <= write_time <= attempt.ended + _JOB_LOG_GRACE_SECONDS:
             return ""
         with path.open("rb") as file:
-            last = path.stat().st_size if last is None else last
-            first = max(first, last - _TAIL_BYTES)
-            file.seek(first)
-            return file.read(max(0, last - first)).decode(errors="replace")
-    except OSError:  # the report does without the lines
+            end = path.stat().st_size if end is None else end
+            begin = max(begin, end - _MAX_TAIL_BYTES)
+            file.seek(begin)
+            return file.read(max(0, end - begin)).decode(errors="replace")
+    except OSError:  # the report can do without these lines
         return ""
 
 
 def _lines_before_error(text: str) -> list[str]:
-    """Returns the lines up to the last one that mentions an error; an empty list if no line does."""
+    """Returns up to ten lines that end with the last mention of an error; an empty list if no line mentions one."""
     lines = [line.rstrip() for line in text.splitlines() if line.strip()]
-    errors = [index for index, line in enumerate(lines) if _ERROR_WORDS.search(line)]
-    return lines[max(0, errors[-1] - _MAX_LINES + 1) : errors[-1] + 1] if errors else []
+    error_indices = [index for index, line in enumerate(lines) if _ERROR_WORDS.search(line)]
+    if not error_indices:
+        return []
+    end = error_indices[-1] + 1
+    return lines[max(0, end - _MAX_LOG_LINES) : end]
 
 
 def _main_thread_stack(text: str) -> list[str]:
-    """Returns the heading and the innermost frames of the main thread in the last stacks of a file."""
-    headings = list(_HEADING.finditer(text))
+    """Returns the heading and the innermost frames of the main thread from the last stacks in a file."""
+    headings = list(_STACKS_HEADING.finditer(text))
     if not headings:
         return []
     heading, *rest = text[headings[-1].start() :].splitlines()
@@ -267,4 +297,4 @@ def _main_thread_stack(text: str) -> list[str]:
             frames = []  # the main thread is the last one, so keep only the frames after its heading
         elif line.startswith("  "):
             frames.append(line.strip())
-    return [heading, *frames[: _MAX_LINES - 1]]
+    return [heading, *frames[: _MAX_LOG_LINES - 1]]

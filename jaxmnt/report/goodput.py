@@ -1,7 +1,8 @@
-"""Goodput: how the wall time of a run divides into parts, over all its attempts, and what the run cost.
+"""Divides the wall time of a run into parts, such as productive time, and computes what the run cost.
 
-Every second belongs to one part, so the parts add up to the wall time. `steps` is the productive time: ETTR, the
-effective training time ratio, is its share (Wan et al. 2025, arXiv:2509.16293).
+The wall time covers all attempts. Every second belongs to exactly one part, so the parts add up to the wall time. The
+part `steps` is the productive time, and its share is the effective training time ratio (ETTR; Wan et al. 2025,
+arXiv:2509.16293).
 """
 
 import statistics
@@ -14,18 +15,18 @@ from jaxmnt.report.history import Attempt, Record, has_no_targets, number
 
 PARTS = {
     "steps": "steps that count",
-    "data": "steps held up by their input",
-    "start": "starting: processes, hosts, data",
-    "compile": "compiling, and the first step's share above the others",
+    "data": "steps delayed by their input",
+    "start": "starting processes, connecting hosts, opening data",
+    "compile": "compiling, and the extra time of each attempt's first step",
     "restore": "restoring checkpoints, or making initial values",
-    "checkpoint": "saving, as far as training waited for it",
+    "checkpoint": "saving, while training waited",
     "evaluation": "evaluating",
     "bad_steps": "steps without a finite loss or gradient",
     "no_targets": "steps whose batch has no targets, which change nothing",
     "again": "steps that a later attempt repeated",
-    "hang": "hanging until the watchdog ended it",
-    "failure": "between the last step and the end of an attempt that broke off",
-    "between": "between attempts: waiting for the scheduler or a manual restart",
+    "hang": "hanging until the watchdog ended the attempt",
+    "failure": "between the last step and the end of an attempt that failed",
+    "between": "between attempts, waiting for the scheduler or a manual restart",
     "other": "everything else",
 }
 """The parts of the wall time of a run, each with its description."""
@@ -36,44 +37,50 @@ _HOUR = 3600.0
 
 @dataclass(frozen=True)
 class Goodput:
+    """The wall time of a run by part, and its cost."""
+
     seconds: dict[str, float]
     """Seconds of each of `PARTS`."""
     wall_seconds: float
     ettr: float
+    """Productive share of the wall time."""
     ettr_last_hour: float
+    """Productive share of the last hour of the run."""
     tokens: int
+    """Number of tokens that the run was trained on."""
     gpu_hours: float
-    """Device-hours of the attempts, without the time between them."""
+    """Device-hours of all attempts, without the time between them."""
     cost: float | None
-    """None if no attempt has a price."""
+    """Cost of all attempts; None if no attempt has a price."""
     cost_per_billion_tokens: float | None
     productive_cost: float | None
+    """Share of the cost that went into steps that count; None if the cost is unknown."""
     attempts: int
 
 
 def goodput(attempts: Sequence[Attempt]) -> Goodput:
-    """Returns the goodput of a run with these attempts, in order."""
+    """Returns the goodput of a run from all its attempts, which must be in order."""
     parts = dict.fromkeys(PARTS, 0.0)
-    typical = typical_step(attempts)
-    for before, attempt in zip([None, *attempts], attempts, strict=False):
-        for part, seconds in attempt_parts(attempt, typical).items():
+    typical_seconds = typical_step(attempts)
+    for previous, attempt in zip([None, *attempts], attempts, strict=False):
+        for part, seconds in attempt_parts(attempt, typical_seconds).items():
             parts[part] += seconds
-        if before is not None:
-            parts["between"] += max(0.0, attempt.began - before.ended)
-    wall = attempts[-1].ended - attempts[0].began
+        if previous is not None:
+            parts["between"] += max(0.0, attempt.began - previous.ended)
+    wall_seconds = attempts[-1].ended - attempts[0].began
     tokens = next((attempt.steps[-1]["tokens"] for attempt in reversed(attempts) if attempt.steps), 0)
     cost = cost_of(attempts)
-    running = wall - parts["between"]
+    running_seconds = wall_seconds - parts["between"]
     return Goodput(
         seconds=parts,
-        wall_seconds=wall,
-        ettr=parts["steps"] / wall if wall else 0.0,
-        ettr_last_hour=_ettr_since(attempts, attempts[-1].ended - _HOUR, typical),
+        wall_seconds=wall_seconds,
+        ettr=parts["steps"] / wall_seconds if wall_seconds else 0.0,
+        ettr_last_hour=_ettr_since(attempts, attempts[-1].ended - _HOUR, typical_seconds),
         tokens=tokens,
         gpu_hours=sum(map(_device_hours, attempts)),
         cost=cost,
         cost_per_billion_tokens=cost / tokens * 1e9 if cost is not None and tokens else None,
-        productive_cost=cost * parts["steps"] / running if cost is not None and running else None,
+        productive_cost=(cost * parts["steps"] / running_seconds if cost is not None and running_seconds else None),
         attempts=len(attempts),
     )
 
@@ -81,12 +88,13 @@ def goodput(attempts: Sequence[Attempt]) -> Goodput:
 def cost_of(attempts: Sequence[Attempt], price: float | None = None) -> float | None:
     """Returns the total cost of attempts; None if no price is known.
 
-    An attempt without a price has the price of the attempt before it. The first has `price`, or else the first price
-    that any attempt recorded.
+    `price` is the price of a device-hour. An attempt without a recorded price costs as much per device-hour as the
+    attempt before it. If the first attempt has no recorded price, it costs `price`, or else the first price that any
+    attempt recorded.
     """
     if price is None:
-        recorded = (attempt.cost_per_gpu_hour for attempt in attempts if attempt.cost_per_gpu_hour is not None)
-        price = next(recorded, None)
+        recorded_prices = (attempt.cost_per_gpu_hour for attempt in attempts if attempt.cost_per_gpu_hour is not None)
+        price = next(recorded_prices, None)
     if price is None:
         return None
     cost = 0.0
@@ -101,101 +109,114 @@ def _device_hours(attempt: Attempt) -> float:
     return attempt.devices * attempt.seconds / _HOUR
 
 
-def attempt_parts(attempt: Attempt, typical: float) -> dict[str, float]:
-    """Returns the seconds of each part of one attempt; they add up to its duration.
+def attempt_parts(attempt: Attempt, typical_seconds: float) -> dict[str, float]:
+    """Returns the seconds of each part of one attempt. The parts add up to the duration of the attempt.
 
-    `typical` is the duration of a typical step in seconds.
+    `typical_seconds` is the duration of a typical step.
     """
     parts = dict.fromkeys(PARTS, 0.0)
     parts["start"] = sum(attempt.laps.get(lap, 0.0) for lap in _START_LAPS)
     parts["compile"] = attempt.laps.get("compile", 0.0)
     parts["restore"] = attempt.laps.get("restore", 0.0)
-    bad = _bad_steps(attempt)
-    for line, productive, data in _split_steps(attempt, typical):
-        whole = number(line, "step_seconds")
-        if line["step"] in bad:
-            parts["bad_steps"] += whole
+    bad_steps = _bad_steps(attempt)
+    for line, productive_seconds, data_seconds in _split_steps(attempt, typical_seconds):
+        step_seconds = number(line, "step_seconds")
+        if line["step"] in bad_steps:
+            parts["bad_steps"] += step_seconds
         elif has_no_targets(line):
-            parts["no_targets"] += whole
+            parts["no_targets"] += step_seconds
         else:
-            parts["steps"] += productive
-            parts["data"] += data
-            parts["compile"] += whole - productive - data
+            parts["steps"] += productive_seconds
+            parts["data"] += data_seconds
+            parts["compile"] += step_seconds - productive_seconds - data_seconds
     parts["evaluation"] = sum(number(line, "seconds") for line in attempt.evals)
     commits = [record for record in attempt.events if record["kind"] == "checkpoint_commit"]
     parts["checkpoint"] = sum(number(record, "blocked_seconds") for record in commits)
     parts["again"] = attempt.lost_seconds
-    recorded = sum(parts.values())
-    if recorded > attempt.seconds:  # a clock was set during the attempt: scale the parts down
-        return {part: seconds * attempt.seconds / recorded for part, seconds in parts.items()}
-    remaining = attempt.seconds - recorded
-    tail = min(remaining, max(0.0, attempt.ended - _last_work(attempt)))
-    parts[_TAIL_PART.get(attempt.end or "", "failure")] += tail
-    parts["other"] += remaining - tail
+    recorded_seconds = sum(parts.values())
+    if recorded_seconds > attempt.seconds:  # a clock was set during the attempt, so scale the parts down
+        return {part: seconds * attempt.seconds / recorded_seconds for part, seconds in parts.items()}
+    remaining_seconds = attempt.seconds - recorded_seconds
+    tail_seconds = min(remaining_seconds, max(0.0, attempt.ended - _last_work_time(attempt)))
+    parts[_TAIL_PART.get(attempt.end or "", "failure")] += tail_seconds
+    parts["other"] += remaining_seconds - tail_seconds
     return parts
 
 
 _TAIL_PART = {"end": "checkpoint", "hang": "hang"}
-"""The part that the time after an attempt's last step counts as, by the kind of its end; `failure` for other kinds.
+"""The part to which the time after an attempt's last step belongs, by the kind of event that ended the attempt.
 
-A run that finishes waits for its last checkpoint."""
+For other kinds it is `failure`. A run that finishes waits for its last checkpoint.
+"""
 
 
-def _last_work(attempt: Attempt) -> float:
-    """Returns the time when the last step, evaluation or phase of the start finished."""
+def _last_work_time(attempt: Attempt) -> float:
+    """Returns the time at which an attempt finished its last step, evaluation or phase of its start."""
     lines = [*attempt.steps[-1:], *attempt.evals[-1:]]
     return max([attempt.began + sum(attempt.laps.values()), attempt.lost_until, *(line["time"] for line in lines)])
 
 
 def typical_step(attempts: Sequence[Attempt]) -> float:
-    """Returns the median seconds of a step, without the first step of each attempt; infinity if there is none."""
+    """Returns the median duration of a step in seconds, without the first step of each attempt.
+
+    Returns infinity if there are no other steps.
+    """
     seconds = [number(line, "step_seconds") for attempt in attempts for line in attempt.steps[1:]]
     return statistics.median(seconds) if seconds else float("inf")
 
 
-def _split_steps(attempt: Attempt, typical: float) -> Iterator[tuple[Record, float, float]]:
-    """Yields each step with its productive seconds and the seconds that it was held up by its input.
+def _split_steps(attempt: Attempt, typical_seconds: float) -> Iterator[tuple[Record, float, float]]:
+    """Yields the line of each step, the step's productive seconds, and the seconds by which its input delayed it.
 
-    The host reads while the devices are busy, so waiting for input counts only as far as the step took longer than a
-    typical one. The first step also loads programs: it counts as at most a typical one.
+    The host reads input while the devices are busy, so waiting for input only counts as a delay if the step took longer
+    than a typical step, and only for the excess. The first step also loads programs, so at most the duration of a
+    typical step counts as productive.
     """
     for index, line in enumerate(attempt.steps):
-        whole = number(line, "step_seconds")
+        step_seconds = number(line, "step_seconds")
         if index == 0:
-            yield line, min(whole, typical), 0.0
+            yield line, min(step_seconds, typical_seconds), 0.0
         else:
-            data = min(number(line, "data_wait_seconds"), max(0.0, whole - typical))
-            yield line, whole - data, data
+            excess = max(0.0, step_seconds - typical_seconds)
+            delay = min(number(line, "data_wait_seconds"), excess)
+            yield line, step_seconds - delay, delay
 
 
-def _productive(attempts: Sequence[Attempt], typical: float) -> Iterator[tuple[float, float]]:
-    """Yields the time when each step finished and its productive seconds: 0 for a bad step or one without targets."""
+def _productive_seconds(attempts: Sequence[Attempt], typical_seconds: float) -> Iterator[tuple[float, float]]:
+    """Yields the time at which each step finished, and the productive seconds of the step.
+
+    A bad step and a step without targets have none.
+    """
     for attempt in attempts:
-        bad = _bad_steps(attempt)
-        for line, seconds, _ in _split_steps(attempt, typical):
-            yield line["time"], 0.0 if line["step"] in bad or has_no_targets(line) else seconds
+        bad_steps = _bad_steps(attempt)
+        for line, seconds, _ in _split_steps(attempt, typical_seconds):
+            yield line["time"], 0.0 if line["step"] in bad_steps or has_no_targets(line) else seconds
 
 
-def _ettr_since(attempts: Sequence[Attempt], since: float, typical: float) -> float:
-    """Returns the productive share of the time from `since` to the end of the run."""
-    since = max(since, attempts[0].began)
-    recent = [(time, seconds) for time, seconds in _productive(attempts, typical) if time > since]
-    productive = sum(min(seconds, time - since) for time, seconds in recent)
-    span = attempts[-1].ended - since
-    return min(1.0, productive / span) if span > 0 else 0.0
+def _ettr_since(attempts: Sequence[Attempt], begin: float, typical_seconds: float) -> float:
+    """Returns the productive share of the time from `begin`, in unix seconds, to the end of the run."""
+    begin = max(begin, attempts[0].began)
+    recent_steps = [(time, seconds) for time, seconds in _productive_seconds(attempts, typical_seconds) if time > begin]
+    productive_seconds = sum(min(seconds, time - begin) for time, seconds in recent_steps)
+    wall_seconds = attempts[-1].ended - begin
+    return min(1.0, productive_seconds / wall_seconds) if wall_seconds > 0 else 0.0
 
 
 def sliding_ettr(attempts: Sequence[Attempt]) -> list[float]:
-    """Returns, after each step that counts, the productive share of the last hour, or of the run if that is shorter."""
-    steps = list(_productive(attempts, typical_step(attempts)))
+    """Returns, for each step, the productive share of the hour before the step finished.
+
+    For a step in the first hour of the run, this is the productive share of the run so far.
+    """
+    steps = list(_productive_seconds(attempts, typical_step(attempts)))
     if not steps:
         return []
     times, productive = np.array(steps).T
-    ordered = np.maximum.accumulate(times)  # a clock may have been set back
-    total = np.concatenate([[0.0], np.cumsum(productive)])
-    before = total[np.searchsorted(ordered, ordered - _HOUR, side="right")]
-    span = np.minimum(_HOUR, ordered - attempts[0].began)
-    return np.clip((total[1:] - before) / np.maximum(span, 1e-9), 0.0, 1.0).tolist()
+    ordered_times = np.maximum.accumulate(times)  # a clock may have been set back
+    cumulative = np.concatenate([[0.0], np.cumsum(productive)])
+    cumulative_an_hour_earlier = cumulative[np.searchsorted(ordered_times, ordered_times - _HOUR, side="right")]
+    wall_seconds = np.minimum(_HOUR, ordered_times - attempts[0].began)
+    shares = (cumulative[1:] - cumulative_an_hour_earlier) / np.maximum(wall_seconds, 1e-9)
+    return np.clip(shares, 0.0, 1.0).tolist()
 
 
 def _bad_steps(attempt: Attempt) -> set[int]:

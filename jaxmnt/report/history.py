@@ -1,7 +1,8 @@
 """The attempts of a run, read from its events and metrics: when each began and ended, and what it recorded.
 
-Attempts are ordered by number. Within an attempt, times come from a clock of its process that is never set, so
-durations are reliable; between two attempts there are only the wall clocks of two hosts, either of which may be wrong.
+Attempts are ordered by number. Within an attempt, times come from a clock of process 0 that is never set, so durations
+are reliable. The time between two attempts can only be taken from the wall clocks of two hosts, and either may be
+wrong.
 """
 
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ Record = dict[str, Any]
 _MAX_DEVICES = 1 << 24
 _MAX_CLOCK_OFFSET_SECONDS = 1e9
 _MAX_PAUSE_SECONDS = 30 * 86400.0
-"""Longest believable pause between two attempts; a longer one means a wrong clock or an abandoned run."""
+"""Longest plausible pause between two attempts. A longer one indicates a wrong clock or an abandoned run."""
 _MAX_NUMBER = 1e18
 """Upper bound for seconds and counts; larger values are ignored."""
 
@@ -29,45 +30,48 @@ class Attempt:
 
     number: int
     began: float
-    """When its process was created."""
+    """The time at which process 0 was created."""
     ended: float
-    """The time of its last record."""
+    """The time of the last record of the attempt."""
     devices: int
     cost_per_gpu_hour: float | None
     resumed_after: int
-    """The step that it resumed from."""
+    """The step of the checkpoint from which the attempt resumed; 0 if it did not resume."""
     end: str | None
-    """The kind of its final event: end, failed, hang, …; None if it recorded no end."""
+    """The kind of the event that ended the attempt, such as end, failed or hang; None if it recorded no end."""
     laps: dict[str, float]
-    """Seconds of each phase of its start; empty if it did not reach a step."""
+    """Seconds of each phase before the first step; empty if the attempt did not reach a step."""
     start: Record = field(default_factory=dict)
-    """Its start event."""
+    """The start event of the attempt."""
     events: list[Record] = field(default_factory=list)
     steps: list[Record] = field(default_factory=list)
-    """Lines of its steps, without those that a later attempt repeated."""
+    """The lines of the attempt's steps, without the steps that a later attempt repeated."""
     evals: list[Record] = field(default_factory=list)
+    """The lines of the attempt's evaluations."""
     lost_steps: int = 0
-    """Number of its steps that a later attempt repeated."""
+    """Number of the attempt's steps that a later attempt repeated."""
     lost_seconds: float = 0.0
+    """Time that the attempt spent on these repeated steps."""
     lost_until: float = 0.0
-    """When the last repeated step finished."""
+    """The time at which the attempt finished the last of the steps that were repeated; 0 if there are none."""
     shifted_seconds: float = 0.0
-    """Seconds added to the times that its clock recorded, so that attempts do not overlap."""
+    """Seconds that were added to the recorded times of the attempt, so that attempts do not overlap."""
 
     @property
     def seconds(self) -> float:
+        """The duration of the attempt."""
         return self.ended - self.began
 
 
 def read_attempts(run_dir: Path) -> list[Attempt]:
-    """Returns the attempts of a run, in order; see `read_run_records`."""
+    """Returns the attempts of a run, in order. Raises `ConfigError` if there are none."""
     return read_run_records(run_dir)[0]
 
 
 def read_run_records(run_dir: Path) -> tuple[list[Attempt], list[str]]:
-    """Returns the attempts that left records of the run, in order, and notes on missing records.
+    """Returns the attempts that a run recorded, in order, and notes on missing records.
 
-    Raises `ConfigError` if there are no attempts.
+    Raises `ConfigError` if there are no records of an attempt.
     """
     if not run_dir.is_dir():
         run = str(run_dir).rpartition("@")[0]
@@ -80,17 +84,17 @@ def read_run_records(run_dir: Path) -> tuple[list[Attempt], list[str]]:
     lines = [line for line in read_lines(run_dir / METRICS) if line["kind"] in ("train", "eval")]
     if not lines:
         raise ConfigError(
-            f"{run_dir}: it is not the directory of a run: {events} has no start event and {METRICS} no lines; give a "
-            "run directory"
+            f"{run_dir}: it is not the directory of a run, because {events} has no start event and {METRICS} has no "
+            "lines; give a run directory"
         )
     note = (
-        f"{events} has no start event: only the lines of {METRICS} are shown, and the starts of attempts are estimates"
+        f"{events} has no start event: only the lines of {METRICS} are shown, and the starts of attempts are estimated"
     )
     return _attempts_from_metrics(lines), [note]
 
 
 def _attempts_from_metrics(lines: list[Record]) -> list[Attempt]:
-    """Reconstructs attempts from the lines of steps alone: each begins with its first step."""
+    """Reconstructs the attempts of a run from its metrics alone. Each attempt begins with its first line."""
     attempts: dict[int, Attempt] = {}
     for line in lines:
         attempt_number = line.get("attempt", 0)
@@ -105,10 +109,10 @@ def _attempts_from_metrics(lines: list[Record]) -> list[Attempt]:
                 end=None,
                 laps={},
             )
-    ordered = sorted(attempts.values(), key=lambda attempt: attempt.number)
-    _assign_lines(lines, ordered)
-    _remove_overlaps(ordered)
-    return ordered
+    ordered_attempts = sorted(attempts.values(), key=lambda attempt: attempt.number)
+    _assign_lines(lines, ordered_attempts)
+    _remove_overlaps(ordered_attempts)
+    return ordered_attempts
 
 
 def attempts_so_far(run_dir: Path) -> list[Attempt]:
@@ -120,36 +124,38 @@ def attempts_so_far(run_dir: Path) -> list[Attempt]:
             attempts[record["attempt"]] = _new_attempt(record)
         elif attempt_number in attempts:
             attempts[attempt_number].events.append(record)
-    ordered = sorted(attempts.values(), key=lambda attempt: attempt.number)
-    for attempt in ordered:
+    ordered_attempts = sorted(attempts.values(), key=lambda attempt: attempt.number)
+    for attempt in ordered_attempts:
         _apply_events(attempt)
-    for record in events_of(ordered, "steps_again"):
-        if (earlier := attempts.get(record.get("of_attempt", -1))) is not None:
-            _add_lost_steps(earlier, record)
-    if ordered:
-        _assign_lines(read_lines(run_dir / METRICS), ordered)
-    _remove_overlaps(ordered)
-    return ordered
+    for record in events_of(ordered_attempts, "steps_again"):
+        earlier_attempt = attempts.get(record.get("of_attempt", -1))
+        if earlier_attempt is not None:
+            _add_lost_steps(earlier_attempt, record)
+    if ordered_attempts:
+        _assign_lines(read_lines(run_dir / METRICS), ordered_attempts)
+    _remove_overlaps(ordered_attempts)
+    return ordered_attempts
 
 
-def _remove_overlaps(ordered: list[Attempt]) -> None:
-    """Shifts attempts in time so that each ends before the next begins, but not implausibly long before.
+def _remove_overlaps(ordered_attempts: list[Attempt]) -> None:
+    """Shifts the times of attempts so that each ends before the next begins, and pauses are not implausibly long.
 
-    The clock of the last attempt is taken as correct.
+    The clock of the last attempt is assumed to be correct.
     """
-    for attempt, following in reversed(list(pairwise(ordered))):
-        too_late = attempt.ended - following.began
-        too_early = following.began - _MAX_PAUSE_SECONDS - attempt.ended
-        seconds = -too_late if too_late > 0 else max(0.0, too_early)
-        if seconds:
-            _shift(attempt, seconds)
-    # If the last clock was near 1970, the shift can make earlier times negative: move all attempts up again.
-    negative = -min(0.0, ordered[0].began) if ordered else 0.0
-    for attempt in ordered if negative else []:
-        _shift(attempt, negative)
+    for attempt, next_attempt in reversed(list(pairwise(ordered_attempts))):
+        overlap = attempt.ended - next_attempt.began
+        excess_pause = next_attempt.began - _MAX_PAUSE_SECONDS - attempt.ended
+        shift = -overlap if overlap > 0 else max(0.0, excess_pause)
+        if shift:
+            _shift(attempt, shift)
+    # If the last clock was near 1970, the shifts can make earlier times negative. Then move all attempts forward.
+    seconds_below_zero = -min(0.0, ordered_attempts[0].began) if ordered_attempts else 0.0
+    for attempt in ordered_attempts if seconds_below_zero else []:
+        _shift(attempt, seconds_below_zero)
 
 
 def _shift(attempt: Attempt, seconds: float) -> None:
+    """Adds seconds to all times of an attempt."""
     attempt.shifted_seconds += seconds
     attempt.began += seconds
     attempt.ended += seconds
@@ -159,19 +165,23 @@ def _shift(attempt: Attempt, seconds: float) -> None:
             record["time"] += seconds
 
 
-def attempt_index_at(time: float, attempts: Sequence[Attempt], slack: float) -> int | None:
-    """Returns the index of the last attempt that was running at `time`, or ended at most `slack` seconds before it.
+def attempt_index_at(time: float, attempts: Sequence[Attempt], tolerance: float) -> int | None:
+    """Returns the index of the last attempt that was running at `time`, or ended at most `tolerance` seconds before.
 
-    `time` is by the clock of process 0 of that attempt. Returns None if there is no such attempt.
+    `time` was measured with the clock of process 0 of that attempt. Returns None if there is no such attempt.
     """
-    during = lambda attempt: attempt.began <= time + attempt.shifted_seconds <= attempt.ended + slack
-    return next((index for index in reversed(range(len(attempts))) if during(attempts[index])), None)
+    for index in reversed(range(len(attempts))):
+        attempt = attempts[index]
+        if attempt.began <= time + attempt.shifted_seconds <= attempt.ended + tolerance:
+            return index
+    return None
 
 
 def seconds_ahead(bounds: Any) -> float:
-    """Returns how far a process's clock is ahead of process 0's: the midpoint of the bounds in its start event.
+    """Returns the number of seconds by which the clock of a process is ahead of the clock of process 0.
 
-    Returns 0 for bounds that are missing, malformed or implausible.
+    This is the midpoint of the bounds in the start event of the process. Returns 0 for bounds that are missing,
+    malformed or implausible.
     """
     is_pair = isinstance(bounds, list) and len(bounds) == 2 and all(isinstance(bound, int | float) for bound in bounds)
     if is_pair and all(abs(bound) < _MAX_CLOCK_OFFSET_SECONDS for bound in bounds):
@@ -180,7 +190,7 @@ def seconds_ahead(bounds: Any) -> float:
 
 
 def _new_attempt(start: Record) -> Attempt:
-    """Returns the attempt that a start event opens."""
+    """Returns the attempt that begins with a start event."""
     devices = int(number(start, "devices"))
     began = start["time"] if start.get("began") is None else number(start, "began")
     price = start.get("cost_per_gpu_hour")
@@ -198,7 +208,7 @@ def _new_attempt(start: Record) -> Attempt:
 
 
 def _apply_events(attempt: Attempt) -> None:
-    """Sets the end, the end time and the start phases of an attempt from its events."""
+    """Sets the kind and time of an attempt's end, and the durations of its start phases, from its events."""
     for record in attempt.events:
         attempt.ended = max(attempt.ended, record["time"])
         if record["kind"] in FINAL_EVENTS:
@@ -208,37 +218,38 @@ def _apply_events(attempt: Attempt) -> None:
             attempt.laps = {name: number(laps, name) for name in laps}
 
 
-def _add_lost_steps(attempt: Attempt, again: Record) -> None:
-    """Adds the steps of this attempt that a later one repeated, by the `steps_again` event of the later one."""
-    attempt.lost_steps += int(number(again, "steps"))
-    attempt.lost_seconds += number(again, "seconds")
-    attempt.lost_until = max(attempt.lost_until, number(again, "until"))
+def _add_lost_steps(attempt: Attempt, repetition: Record) -> None:
+    """Adds the steps of an attempt that a later one repeated, according to the later one's `steps_again` event."""
+    attempt.lost_steps += int(number(repetition, "steps"))
+    attempt.lost_seconds += number(repetition, "seconds")
+    attempt.lost_until = max(attempt.lost_until, number(repetition, "until"))
     attempt.ended = max(attempt.ended, attempt.lost_until)
 
 
 def _assign_lines(lines: list[Record], attempts: list[Attempt]) -> None:
-    """Appends each line to the attempt that it names; if it names none, to the last attempt begun before it."""
-    by_number = {attempt.number: attempt for attempt in attempts}
+    """Appends each line to the attempt whose number it contains, or else to the last attempt that began before it."""
+    attempt_of_number = {attempt.number: attempt for attempt in attempts}
     for line in lines:
         if line["kind"] not in ("train", "eval"):
             continue
-        attempt = by_number.get(line.get("attempt", -1))
+        attempt = attempt_of_number.get(line.get("attempt", -1))
         if attempt is None:
-            begun_before = (candidate for candidate in reversed(attempts) if candidate.began <= line["time"])
-            attempt = next(begun_before, attempts[0])
-        (attempt.steps if line["kind"] == "train" else attempt.evals).append(line)
+            earlier_attempts = (candidate for candidate in reversed(attempts) if candidate.began <= line["time"])
+            attempt = next(earlier_attempts, attempts[0])
+        lines_of_kind = attempt.steps if line["kind"] == "train" else attempt.evals
+        lines_of_kind.append(line)
         attempt.ended = max(attempt.ended, line["time"])
 
 
 def events_of(attempts: Sequence[Attempt], kind: str) -> list[Record]:
-    """Returns the events of one kind of all attempts, in order."""
+    """Returns the events of one kind from all given attempts, in order."""
     return [record for attempt in attempts for record in attempt.events if record["kind"] == kind]
 
 
 def has_no_targets(line: Record) -> bool:
-    """Returns True if the batch of a step had no targets, by the step's line.
+    """Returns True if, according to its line, the batch of a step had no targets.
 
-    A bad step has no loss either, but its batch has targets.
+    A bad step has no loss either, but its batch does have targets.
     """
     return line["loss"] is None and line.get("tokens_per_second") == 0
 

@@ -1,7 +1,7 @@
-"""The report as one HTML file that opens offline: it contains styles, scripts and data; its policy forbids all else.
+"""The report as one HTML file that opens offline, because it contains its styles, scripts and data.
 
-The same report always gives the same file. The policy allows scripts by their digest (Content Security Policy,
-https://www.w3.org/TR/CSP3/), so text from a run directory never runs.
+The same report always gives the same file. A Content Security Policy (https://www.w3.org/TR/CSP3/) allows only the
+scripts and styles with given digests, so text from a run directory is never executed, and nothing else is loaded.
 """
 
 import base64
@@ -16,32 +16,36 @@ _WEB = files("jaxmnt.report") / "web"
 
 
 def page(report: dict[str, Any], *, live: bool = False) -> str:
-    """Returns the HTML of a report. A `live` page is served, and polls its server for new data."""
+    """Returns the HTML of a report. A `live` page polls the server that it came from for new data."""
     styles = _asset("uPlot.min.css") + _asset("report.css")
-    charts, script = _asset("uPlot.min.js"), _asset("report.js")
+    chart_library = _asset("uPlot.min.js")
+    script = _asset("report.js")
     policy = [
         "default-src 'none'",
-        f"script-src {_digest(charts)} {_digest(script)}",
-        f"style-src {_digest(styles)}",
+        f"script-src {_csp_source(chart_library)} {_csp_source(script)}",
+        f"style-src {_csp_source(styles)}",
         "img-src data:",
         *(["connect-src 'self'"] if live else []),
         "base-uri 'none'",
         "form-action 'none'",
     ]
-    values = {
+    contents_by_name = {
         "policy": "; ".join(policy),
         "title": html.escape("Report: " + ", ".join(run["run"] for run in report["runs"])),
         "style": styles,
         "data": _escape_for_script(as_json(report)),
-        "uplot": charts,
+        "uplot": chart_library,
         "script": script,
     }
-    first, *parts = _asset("report.html").split("{{")
-    return first + "".join(values[name] + rest for name, rest in (part.split("}}", 1) for part in parts))
+    html_page, *parts = _asset("report.html").split("{{")
+    for part in parts:
+        name, text = part.split("}}", 1)
+        html_page += contents_by_name[name] + text
+    return html_page
 
 
 def as_json(report: dict[str, Any], indent: int | None = None) -> str:
-    """Returns a report as JSON that every reader accepts: numbers that are not finite become null."""
+    """Returns a report as JSON that every parser accepts, because numbers that are not finite become null."""
     separators = (",", ":") if indent is None else None
     return json_text(report, indent=indent, separators=separators)
 
@@ -50,7 +54,8 @@ def _asset(name: str) -> str:
     return (_WEB / name).read_text(encoding="utf-8")
 
 
-def _digest(text: str) -> str:
+def _csp_source(text: str) -> str:
+    """Returns the digest of a script or style in the form in which a Content Security Policy allows it."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 

@@ -1,4 +1,4 @@
-"""The charts of a report as PNGs, drawn by Matplotlib (the extra `report`)."""
+"""Draws the charts of a report as PNGs with Matplotlib (the extra `report`)."""
 
 from pathlib import Path
 from typing import Any
@@ -6,19 +6,18 @@ from typing import Any
 from jaxmnt.errors import ConfigError, how_to_install, printable
 
 _COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f", "#5d3a9b", "#9a8b00")
-"""The colours of Okabe and Ito, which colour-blind readers can tell apart, and two more."""
+"""The colours of Okabe and Ito, which colour-blind readers can tell apart, and two more colours."""
 _STYLES = ("-", "--", ":", "-.")
 
 _RunChart = tuple[str, dict[str, Any], list[Any]]
-"""A chart of one run: the run's label, the chart, the run's marks."""
+"""A chart of one run, as a tuple of the run's label, the chart and the run's marks."""
 
 
 def write_pngs(report: dict[str, Any], folder: Path) -> list[Path]:
-    """Writes one file for each chart, with all runs overlaid, but one for each run if the chart is a stack.
+    """Writes one PNG for each chart, with all runs overlaid, and returns the paths of the files.
 
-    Returns the paths of the files.
-
-    Raises `ConfigError` without Matplotlib, and if the folder cannot be written.
+    A stacked chart has one file for each run. Raises `ConfigError` if Matplotlib is not installed or the folder cannot
+    be written.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -28,7 +27,7 @@ def write_pngs(report: dict[str, Any], folder: Path) -> list[Path]:
     written = []
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for name, title, charts in _overlaid(report["runs"]):
+        for name, title, charts in _pictures(report["runs"]):
             figure = Figure(figsize=(8, 4), dpi=150, layout="constrained")
             FigureCanvasAgg(figure)
             _draw(figure.add_subplot(), title, charts, [run["label"] for run in report["runs"]])
@@ -37,50 +36,55 @@ def write_pngs(report: dict[str, Any], folder: Path) -> list[Path]:
             written.append(path)
     except OSError as error:
         raise ConfigError(
-            f"--png: {printable(str(folder))} cannot be written: {error.strerror}; give another"
+            f"--png: {printable(str(folder))} cannot be written: {error.strerror}; give another folder"
         ) from error
     return written
 
 
-def _overlaid(runs: list[dict[str, Any]]) -> list[tuple[str, str, list[_RunChart]]]:
-    """Returns the file name, the title and the charts of the runs, for each picture."""
-    pictures: dict[str, tuple[str, list[_RunChart]]] = {}
+def _pictures(runs: list[dict[str, Any]]) -> list[tuple[str, str, list[_RunChart]]]:
+    """Returns the file name without its suffix, the title and the charts of each picture."""
+    titles: dict[str, str] = {}
+    charts_by_name: dict[str, list[_RunChart]] = {}
     for index, run in enumerate(runs):
         for chart in run["charts"]:
-            separate = chart["style"] == "stack" and len(runs) > 1
-            name = f"{chart['id']}-{index}" if separate else chart["id"]
-            title = f"{chart['title']}: {run['label']}" if separate else chart["title"]
-            pictures.setdefault(name, (title, []))[1].append((run["label"], chart, run["marks"]))
-    safe = lambda name: "".join(sign if sign.isalnum() or sign in "-_." else "_" for sign in name)
-    return [(safe(name), title, charts) for name, (title, charts) in pictures.items()]
+            is_separate = chart["style"] == "stack" and len(runs) > 1
+            name = f"{chart['id']}-{index}" if is_separate else chart["id"]
+            title = f"{chart['title']}: {run['label']}" if is_separate else chart["title"]
+            titles.setdefault(name, title)
+            charts_by_name.setdefault(name, []).append((run["label"], chart, run["marks"]))
+    return [(_as_file_name(name), titles[name], charts) for name, charts in charts_by_name.items()]
+
+
+def _as_file_name(name: str) -> str:
+    return "".join(character if character.isalnum() or character in "-_." else "_" for character in name)
 
 
 def _draw(axes: Any, title: str, charts: list[_RunChart], labels: list[str]) -> None:
-    """Draws charts of the same kind. `labels` are those of all runs.
+    """Draws the same chart of one or more runs. `labels` are the labels of all runs in the report.
 
-    If there are several runs, each has one colour in all charts, and a line style for each series.
+    If there are several runs, each run has one colour in all charts, and each of its series has its own line style.
     """
-    several = len(labels) > 1
+    has_several_runs = len(labels) > 1
     first = charts[0][1]
     if first["style"] == "stack":
         values = [[value or 0.0 for value in series["values"]] for series in first["series"]]
-        names = [_text(series["name"]) for series in first["series"]]
+        names = [_escaped(series["name"]) for series in first["series"]]
         axes.stackplot(first["steps"], values, labels=names, colors=_COLORS[: len(values)])
     else:
         for run, chart, _ in charts:
             for index, series in enumerate(chart["series"]):
-                color = _COLORS[(labels.index(run) if several else index) % len(_COLORS)]
-                label = _text(f"{run}: {series['name']}" if several else series["name"])
+                color = _COLORS[(labels.index(run) if has_several_runs else index) % len(_COLORS)]
+                label = _escaped(f"{run}: {series['name']}" if has_several_runs else series["name"])
                 _draw_series(axes, chart["steps"], series, label=label, color=color, linestyle=_STYLES[index % 4])
-        if not several:
+        if not has_several_runs:
             _draw_marks(axes, charts[0][2])
-    axes.set_title(_text(title))
+    axes.set_title(_escaped(title))
     axes.set_xlabel("step")
     axes.set_ylabel(first["unit"])
     axes.grid(alpha=0.3)
     if first["ceiling"] is not None:
         axes.set_ylim(0, first["ceiling"])
-        axes.set_ylabel(f"{first['unit']} (few steps are higher)")
+        axes.set_ylabel(f"{first['unit']} (a few steps are higher)")
     if first["style"] == "stack":
         axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0), reverse=True)
     else:
@@ -107,6 +111,6 @@ def _draw_marks(axes: Any, marks: list[Any]) -> None:
         )
 
 
-def _text(text: str) -> str:
-    """Returns a text without what Matplotlib would read as mathematics or as a hidden label."""
+def _escaped(text: str) -> str:
+    """Returns text that Matplotlib interprets neither as mathematics nor, because of a leading _, as a hidden label."""
     return text.replace("$", r"\$").lstrip("_")

@@ -1,4 +1,4 @@
-"""The report as text for a terminal."""
+"""Formats a report as text for a terminal."""
 
 from jaxmnt.config.load import as_yaml
 from jaxmnt.errors import counted, printable
@@ -6,11 +6,11 @@ from jaxmnt.report.history import Record
 from jaxmnt.units import count, duration
 
 _MIN_SHARE = 0.0005
-"""Smallest share of the wall time for which a part has a line."""
+"""Share of the wall time that a part must exceed to have a line."""
 
 
 def summary_text(report: Record) -> str:
-    """Returns a summary of each run and, if there are several, their comparison."""
+    """Returns a summary of each run and, if there are several runs, a comparison."""
     blocks = [_run_text(run) for run in report["runs"]]
     if len(blocks) > 1:
         blocks.append("\n".join(_comparison_lines(report)))
@@ -25,9 +25,9 @@ def failures_text(report: Record) -> str:
 def _run_text(run: Record) -> str:
     """Returns the summary of one run."""
     goodput, attempts = run["goodput"], run["attempts"]
-    restarts = f"{len(attempts)} attempt{'s' if len(attempts) > 1 else ''}"
-    wall = goodput["wall_seconds"]
-    state = f"{run['state']}, {duration(wall)} in {restarts}, {count(goodput['tokens'])} tokens"
+    attempts_text = f"{len(attempts)} attempt{'s' if len(attempts) > 1 else ''}"
+    wall_seconds = goodput["wall_seconds"]
+    state = f"{run['state']}, {duration(wall_seconds)} in {attempts_text}, {count(goodput['tokens'])} tokens"
     lines = [f"run     {printable(run['run'])}: {state}"]
     lines += [f"note    {note}" for note in run["notes"]]
     lines += _loss_lines(run["summary"])
@@ -36,8 +36,8 @@ def _run_text(run: Record) -> str:
         "last hour)"
     )
     for part, seconds in sorted(goodput["seconds"].items(), key=lambda entry: -entry[1]):
-        if seconds > _MIN_SHARE * wall:
-            lines.append(f"  {seconds / wall:6.1%} {duration(seconds):>9}  {goodput['parts'][part]}")
+        if seconds > _MIN_SHARE * wall_seconds:
+            lines.append(f"  {seconds / wall_seconds:6.1%} {duration(seconds):>9}  {goodput['parts'][part]}")
     cost = "" if goodput["cost"] is None else f", which cost {goodput['cost']:,.2f}"
     if goodput["cost_per_billion_tokens"] is not None:
         cost += (
@@ -58,20 +58,20 @@ def _run_text(run: Record) -> str:
 def _loss_lines(summary: Record) -> list[str]:
     if summary["loss"] is None:
         return []
-    bits = "" if summary["bits_per_byte"] is None else f" ({summary['bits_per_byte']:.4f} bits per byte)"
-    held_out = "" if summary["held_out_loss"] is None else f", held out {summary['held_out_loss']:.4f}{bits}"
+    bits_text = "" if summary["bits_per_byte"] is None else f" ({summary['bits_per_byte']:.4f} bits per byte)"
+    held_out = "" if summary["held_out_loss"] is None else f", held out {summary['held_out_loss']:.4f}{bits_text}"
     return [f"loss    {summary['loss']:.4f} nats per token in the batch of step {summary['step']}{held_out}"]
 
 
 def _attempt_line(attempt: Record, state: str) -> str:
     steps = "no step" if attempt["first_step"] is None else f"steps {attempt['first_step']} to {attempt['last_step']}"
     lost = f", {attempt['lost_steps']} more were repeated later" if attempt["lost_steps"] else ""
-    took = duration(attempt["ended"] - attempt["began"])
-    return f"{attempt['attempt']}: {took}, {steps}{lost}; {_attempt_end(attempt, state)}"
+    duration_text = duration(attempt["ended"] - attempt["began"])
+    return f"{attempt['attempt']}: {duration_text}, {steps}{lost}; {_attempt_end(attempt, state)}"
 
 
 def _attempt_end(attempt: Record, state: str) -> str:
-    """Returns how an attempt ended; `state` if it recorded no end."""
+    """Describes how an attempt ended; returns `state` if the attempt recorded no end."""
     if attempt["end"] is None:
         return state
     if attempt["end"] == "end":
@@ -81,15 +81,15 @@ def _attempt_end(attempt: Record, state: str) -> str:
 
 def _straggler_line(straggler: Record) -> str:
     device = "" if straggler["device"] is None else f", device {straggler['device']}"
-    until = "the end" if straggler["to_step"] is None else straggler["to_step"]
-    more = f" by {1e3 * straggler['slower_seconds']:.0f} ms" if straggler["slower_seconds"] else ""
+    last_step = "the end" if straggler["to_step"] is None else straggler["to_step"]
+    excess = f" by {1e3 * straggler['slower_seconds']:.0f} ms" if straggler["slower_seconds"] else ""
     who = f"process {straggler['process']} on {straggler['host']}{device}"
-    return printable(f"{who}: {straggler['phase']}{more}, from step {straggler['from_step']} to {until}")
+    return printable(f"{who}: {straggler['phase']}{excess}, from step {straggler['from_step']} to {last_step}")
 
 
 def _failures_of_run(run: Record) -> str:
     if not run["failures"]:
-        return f"run     {printable(run['run'])}: no attempt ended badly"
+        return f"run     {printable(run['run'])}: no attempt failed"
     return "\n".join([f"run     {printable(run['run'])}", *map(_failure_text, run["failures"])])
 
 

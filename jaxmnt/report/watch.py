@@ -1,4 +1,4 @@
-"""--watch: serves the report on a local port, and rebuilds it when a run has written new records."""
+"""Serves the report on a local port for `--watch`, and rebuilds it when a run has written new records."""
 
 import os
 import threading
@@ -14,16 +14,19 @@ from jaxmnt.report.page import as_json, page
 from jaxmnt.telemetry.events import METRICS, PHASE_LINES, RESOURCES, event_files
 from jaxmnt.telemetry.local_http import LocalHandler, LocalServer
 
-WATCH_SECONDS = 5.0
-"""Interval at which the page asks for new data."""
-_STALE_SECONDS = 60.0
-"""A report is rebuilt at this age even if no file has changed."""
-_REBUILD_PAUSE = 10.0
-"""Minimum pause between two builds, as a multiple of the last build's time: a long run takes seconds to build."""
+PAGE_POLL_SECONDS = 5.0
+"""Interval at which the page asks the server for new data."""
+_MAX_AGE_SECONDS = 60.0
+"""Age at which a report is rebuilt even if no file has changed."""
+_REBUILD_PAUSE_FACTOR = 10.0
+"""Minimum pause between two builds, as a multiple of the time of the last build.
+
+Building the report of a long run takes seconds.
+"""
 
 
 def serve(runs: Sequence[str], price: float | None, port: int) -> int:
-    """Serves the report until Ctrl-C. Raises `ConfigError` for runs without records, and if the port is unavailable."""
+    """Serves the report until Ctrl-C. Raises `ConfigError` if a run has no records or the port is unavailable."""
     latest = LatestReport(runs, price)
     latest.get()
     with server_for(latest, port) as server:
@@ -36,40 +39,45 @@ def serve(runs: Sequence[str], price: float | None, port: int) -> int:
 
 
 def server_for(latest: "LatestReport", port: int) -> LocalServer:
-    """Returns a server of the latest report. Raises `ConfigError` if the port is unavailable."""
+    """Returns a server that serves the latest report. Raises `ConfigError` if the port is unavailable."""
     try:
         return LocalServer(("127.0.0.1", port), type("Handler", (_Handler,), {"latest": latest}))
     except (OSError, OverflowError) as error:
-        raise ConfigError(f"--port: {port} cannot be opened: {error}; give another, or 0 for any free port") from error
+        raise ConfigError(
+            f"--port: {port} cannot be opened: {error}; give another port, or 0 for any free port"
+        ) from error
 
 
 class LatestReport:
-    """The latest report and its version. It is rebuilt when files have changed, but not too often. Thread-safe."""
+    """The latest report and its version. The report is rebuilt when files have changed, but not too often.
+
+    All methods are thread-safe.
+    """
 
     def __init__(self, runs: Sequence[str], price: float | None):
         self._runs, self._price = list(runs), price
-        self._built_state: list[Any] | None = None
+        self._built_file_state: list[Any] | None = None
         self._report: dict[str, Any] = {}
         self._version = 0
-        self._not_before = self._made = 0.0
+        self._next_build_time = self._built_time = 0.0
         self._lock = threading.Lock()
 
     def get(self) -> tuple[str, dict[str, Any]]:
         """Returns the version, as an HTTP entity tag, and the report; rebuilds the report first if necessary."""
         with self._lock:
             state, now = self._file_state(), time.monotonic()
-            # Whether a run is still active depends on the time as well as on its files.
-            stale = now > self._made + _STALE_SECONDS
-            if (state != self._built_state or stale) and now >= self._not_before:
-                self._report = report_of(self._runs, self._price) | {"watch_seconds": WATCH_SECONDS}
-                self._built_state = state
+            # Whether a run is still active depends on the current time as well as on its files.
+            is_stale = now > self._built_time + _MAX_AGE_SECONDS
+            if (state != self._built_file_state or is_stale) and now >= self._next_build_time:
+                self._report = report_of(self._runs, self._price) | {"watch_seconds": PAGE_POLL_SECONDS}
+                self._built_file_state = state
                 self._version += 1
-                self._made = time.monotonic()
-                self._not_before = self._made + _REBUILD_PAUSE * (self._made - now)
+                self._built_time = time.monotonic()
+                self._next_build_time = self._built_time + _REBUILD_PAUSE_FACTOR * (self._built_time - now)
             return f'"{os.getpid()}-{self._version}"', self._report
 
     def _file_state(self) -> list[Any]:
-        """Returns the modification time and the size of each file that a report reads; None for a missing file."""
+        """Returns the modification time and the size of each file that the report reads; None for a missing file."""
         state: list[Any] = []
         for run in map(Path, self._runs):
             for path in [run / METRICS, run / PHASE_LINES, run / RESOURCES, run / "config.yaml", *event_files(run)]:
