@@ -1,38 +1,41 @@
-"""The faults that a drill can inject: when, into which process, and which event should report them."""
+"""The faults that a drill can inject: when and into which process, and which event should report each."""
 
 from dataclasses import dataclass
 
 from jaxmnt.errors import ConfigError, suggest
 
-EVERYONE = None
+ALL_PROCESSES = None
+"""The victim of a fault that happens in all processes."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault. `inject.py` implements the moments and the acts."""
+    """A fault that happens in one process or in all processes of a run."""
 
     name: str
     act: str
+    """The action that causes the fault, such as kill or raise; `FaultInjector` implements it."""
     moment: str
+    """The part of the run in which the fault happens, such as step or save; see `FaultInjector.arm`."""
     victim: int | None
-    """Number of the process; None for all processes."""
+    """Number of the process in which the fault happens; None for all processes."""
     expected_event: str
     """Kind of the event that should report the fault."""
     offset: int = 6
-    """The step or save, counted from the start of the processes, at which the fault happens."""
+    """The number of the step or save at which the fault happens, counted from the start of the processes."""
     ends: bool = True
     """True if the fault ends the processes."""
     namespace: bool = False
     """True if the fault needs a separate network namespace, in which connections can be cut."""
     resumes: bool = False
-    """True if the fault needs a start that resumes from a checkpoint."""
+    """True if the fault can only happen in a start that resumes from a checkpoint."""
 
 
-_ORDERLY_STOP = Fault("preempt all", "terminate", "mid-step", EVERYONE, "preempted")
+_ORDERLY_STOP = Fault("preempt all", "terminate", "mid-step", ALL_PROCESSES, "preempted")
 
 FAULTS = (
-    # Faults that do not end the processes come first: they share a start with the next one that does.
-    Fault("NaN in a batch", "poison", "batch", EVERYONE, "bad_step", offset=3, ends=False),
+    # A fault that does not end the processes shares a start with the next fault that does.
+    Fault("NaN in a batch", "poison", "batch", ALL_PROCESSES, "bad_step", offset=3, ends=False),
     Fault("full disk in a save", "fill", "step", 1, "checkpoint_failed", offset=6, ends=False),
     Fault("kill in a step", "kill", "mid-step", 1, "peer_lost", offset=18),
     Fault("kill in a save", "kill", "save", 1, "peer_lost", offset=2),
@@ -55,11 +58,11 @@ FAULTS = (
 CORE_FAULTS = (
     "kill in a step", "kill in a save", "kill the coordinator", "preempt one", "hang in reading data", "cut link",
 )  # fmt: skip
-"""The faults that are injected with every number of processes after the first, unless the user names faults."""
+"""The faults that are injected with the second and further numbers of processes, unless the user chooses faults."""
 
 
 def select_faults(names: str | None) -> list[Fault]:
-    """Returns the faults with these comma-separated names, in the order of the table; all faults for None.
+    """Returns the faults whose names are given, separated by commas, in the order of `FAULTS`; all faults for None.
 
     Raises `ConfigError` for an unknown name.
     """
@@ -72,9 +75,10 @@ def select_faults(names: str | None) -> list[Fault]:
 
 
 def plan_starts(faults: list[Fault]) -> list[list[Fault]]:
-    """Returns the faults of each start of the processes. The last start is ended by no fault.
+    """Divides faults among starts of the processes, and returns the faults of each start.
 
-    If a fault needs a checkpoint and no earlier fault leaves one, two orderly stops come first.
+    No fault ends the last start. If a fault needs a checkpoint and no earlier fault leaves one, two orderly stops come
+    first.
     """
     starts: list[list[Fault]] = [[]]
     for fault in faults:

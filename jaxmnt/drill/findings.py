@@ -1,4 +1,4 @@
-"""The findings of a drill: whether each fault was noticed, attributed correctly, and recovered from."""
+"""Evaluates a drill: finds out whether each fault was noticed and attributed correctly, and the run recovered."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,112 +11,128 @@ from jaxmnt.errors import ExitCode
 from jaxmnt.strict_json import json_text
 from jaxmnt.telemetry.events import METRICS, read_lines
 
-_EVENT_CODES = {"preempted": (ExitCode.STOPPED,), "hang": (ExitCode.PEER,)}
-"""Allowed exit codes of a start that a fault ended, by the event that reports the fault."""
-_OTHER_CODES = (ExitCode.FAILURE, ExitCode.PEER)
-"""Allowed exit codes for other events: of the process that failed, or of one that lost it."""
-_SIGNAL_CODE_OFFSET = 128
-"""Other launchers report the number of a signal that ended a process plus this."""
+_EXIT_CODES_BY_EVENT = {"preempted": (ExitCode.STOPPED,), "hang": (ExitCode.PEER,)}
+"""The exit codes that a start may have if a fault ended it, by the kind of event that reports the fault."""
+_DEFAULT_EXIT_CODES = (ExitCode.FAILURE, ExitCode.PEER)
+"""The exit codes that a start may have for other kinds of events.
+
+The code is that of the process that failed, or of a process that lost its connection to it.
+"""
+_SIGNAL_EXIT_CODE_OFFSET = 128
+"""Other launchers add this number to the number of the signal that ended a process, and exit with the sum."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One row of the table."""
+    """The way in which a run handled one fault; one row of the table."""
 
     fault: str
     processes: int
-    noticed_seconds: float | None
-    """From the fault until the last process that should notice it did."""
-    named: bool
-    """True if all these processes named the right process, and the start had the right exit code."""
-    gone_seconds: float | None
-    """From the fault until the last process ended; None if the fault ends no process."""
-    steps_lost: int
-    """Steps since the last checkpoint, which are repeated."""
-    committed_lost: int
-    """Steps of valid checkpoints that the next start did not resume from."""
-    back_seconds: float | None
-    """From the fault to the first new step."""
-    identical: bool
-    """True if all steps up to the next fault, and the final state, equal those of the run without faults."""
-    otherwise: str = ""
-    """Last events of the processes that did not notice the fault or misattributed it; empty if there are none."""
+    noticed_seconds: float | None = None
+    """Seconds from the fault until the last process that noticed it did so; None if no process noticed it."""
+    is_attributed: bool = False
+    """True if all processes that should notice the fault attributed it correctly, and the exit code fits the fault."""
+    gone_seconds: float | None = None
+    """Seconds from the fault until the last process had ended; None if the fault does not end the processes."""
+    steps_lost: int = 0
+    """Number of steps since the last checkpoint, which were repeated."""
+    committed_lost: int = 0
+    """Number of steps that were repeated although a valid checkpoint contained them."""
+    back_seconds: float | None = None
+    """Seconds from the fault until the first step of the next start; None if there is none."""
+    identical: bool = False
+    """True if all steps up to the next fault, and the final state, are equal to those of the run without faults."""
+    unexpected_events: str = ""
+    """The last event of each process that did not notice the fault or misattributed it; empty if there is none."""
 
     @property
     def passed(self) -> bool:
-        return self.noticed_seconds is not None and self.named and self.committed_lost == 0 and self.identical
+        """True if the run handled the fault correctly."""
+        return self.noticed_seconds is not None and self.is_attributed and self.committed_lost == 0 and self.identical
 
 
-def findings(drill: Drill, baseline: Path) -> list[Finding]:
-    """Returns a finding for each fault of a finished drill. `baseline` is the directory of the run without faults."""
+def evaluate_drill(drill: Drill, baseline: Path) -> list[Finding]:
+    """Returns a finding for each fault of a finished drill.
+
+    `baseline` is the directory of the run without faults.
+    """
     expected = {line["step"]: line["loss"] for line in read_lines(baseline / METRICS) if line["kind"] == "train"}
-    results = []
+    findings = []
     for attempt, following in zip(drill.attempts, [*drill.attempts[1:], None], strict=True):
         for fault in attempt.faults:
-            after = following if fault.ends and following is not None else attempt
-            identical = all((step, loss) in expected.items() for step, loss in after.losses.items())
-            results.append(_finding(drill, fault, attempt, following, identical=identical))
+            later_attempt = following if fault.ends and following is not None else attempt
+            identical = all((step, loss) in expected.items() for step, loss in later_attempt.losses.items())
+            findings.append(_finding(drill, fault, attempt, following, identical=identical))
     last = drill.attempts[-1]
-    finished_equal = last.code == ExitCode.FINISHED and last.losses == expected
-    if finished_equal and _final_state(drill.run_dir) == _final_state(baseline):
-        return results
-    return [replace(finding, identical=False) for finding in results]
+    has_expected_losses = last.exit_code == ExitCode.FINISHED and last.losses == expected
+    if has_expected_losses and _read_final_state(drill.run_dir) == _read_final_state(baseline):
+        return findings
+    return [replace(finding, identical=False) for finding in findings]
 
 
 def _finding(drill: Drill, fault: Fault, attempt: Attempt, following: Attempt | None, *, identical: bool) -> Finding:
-    """Returns the finding for one fault of a start. `following` is the next start, if there is one."""
-    injected = [entry["time"] for entry in attempt.journal if entry.get("fault") == fault.name]
-    if not injected:
-        return Finding(fault.name, drill.processes, None, False, None, 0, 0, None, False)
-    when = min(injected)
-    noticed = _notice_times(drill, fault, attempt)
-    times = [time for time in noticed.values() if time is not None]
-    again, lost, back = 0, 0, None
+    """Returns the finding for one fault of a start. `following` is the next start; None if there is none."""
+    injection_times = [entry["time"] for entry in attempt.journal if entry.get("fault") == fault.name]
+    if not injection_times:
+        return Finding(fault.name, drill.processes)
+    fault_time = min(injection_times)
+    notice_times = _notice_times(drill, fault, attempt)
+    known_times = [time for time in notice_times.values() if time is not None]
+    steps_lost = 0
+    committed_lost = 0
+    back_seconds = None
     if fault.act == "damage":
-        again = _last_step(attempt.before) - attempt.resumed
-        lost = max(0, _last_step(attempt.before[:-1]) - attempt.resumed)
+        steps_lost = _last_step(attempt.checkpoints_before) - attempt.resumed_step
+        committed_lost = max(0, _last_step(attempt.checkpoints_before[:-1]) - attempt.resumed_step)
     elif fault.ends and following is not None:
-        again = attempt.reached - _last_step(attempt.committed)
-        back = None if following.first_step is None else following.first_step - when
+        steps_lost = attempt.reached_step - _last_step(attempt.checkpoints_after)
+        if following.first_step_time is not None:
+            back_seconds = following.first_step_time - fault_time
         if not any(next_fault.act == "damage" for next_fault in following.faults):
-            lost = max(0, _last_step(attempt.committed) - following.resumed)
+            committed_lost = max(0, _last_step(attempt.checkpoints_after) - following.resumed_step)
     return Finding(
         fault=fault.name,
         processes=drill.processes,
-        noticed_seconds=max(times) - when if times else None,
-        named=None not in noticed.values() and _exit_code_is_right(drill, fault, attempt),
-        gone_seconds=attempt.ended - when if fault.ends else None,
-        steps_lost=again,
-        committed_lost=lost,
-        back_seconds=back,
+        noticed_seconds=max(known_times) - fault_time if known_times else None,
+        is_attributed=None not in notice_times.values() and _has_expected_exit_code(drill, fault, attempt),
+        gone_seconds=attempt.ended - fault_time if fault.ends else None,
+        steps_lost=steps_lost,
+        committed_lost=committed_lost,
+        back_seconds=back_seconds,
         identical=identical,
-        otherwise=_last_events(attempt, [process for process, time in noticed.items() if time is None]),
+        unexpected_events=_last_events(attempt, [process for process, time in notice_times.items() if time is None]),
     )
 
 
 def _last_step(steps: list[int]) -> int:
+    """Returns the last of some steps; 0 if there are none."""
     return steps[-1] if steps else 0
 
 
-def _exit_code_is_right(drill: Drill, fault: Fault, attempt: Attempt) -> bool:
-    if not fault.ends or attempt.code in _EVENT_CODES.get(fault.expected_event, _OTHER_CODES):
+def _has_expected_exit_code(drill: Drill, fault: Fault, attempt: Attempt) -> bool:
+    """Returns True if the exit code of a start fits a fault; any code fits a fault that does not end the processes."""
+    if not fault.ends or attempt.exit_code in _EXIT_CODES_BY_EVENT.get(fault.expected_event, _DEFAULT_EXIT_CODES):
         return True
-    return bool(drill.prefix) and fault.expected_event != "preempted" and attempt.code > _SIGNAL_CODE_OFFSET
+    return bool(drill.prefix) and fault.expected_event != "preempted" and attempt.exit_code > _SIGNAL_EXIT_CODE_OFFSET
 
 
 def _notice_times(drill: Drill, fault: Fault, attempt: Attempt) -> dict[int, float | None]:
-    """Returns, for each process that should notice a fault, when it reported it correctly; None if it did not."""
-    everyone = range(drill.processes)
+    """Returns, for each process that should notice a fault, the time at which the process reported it correctly.
+
+    The time is None for a process that did not report the fault, or misattributed it.
+    """
+    all_processes = range(drill.processes)
     if fault.expected_event in ("bad_step", "checkpoint_damaged"):
-        listeners = [0]
+        witnesses = [0]
     elif fault.expected_event == "peer_lost":
-        listeners = [process for process in everyone if process != fault.victim]
+        witnesses = [process for process in all_processes if process != fault.victim]
     else:
-        listeners = list(everyone)
-    return {process: _notice_time(fault, attempt, process) for process in listeners}
+        witnesses = list(all_processes)
+    return {process: _notice_time(fault, attempt, process) for process in witnesses}
 
 
 def _notice_time(fault: Fault, attempt: Attempt, process: int) -> float | None:
+    """Returns the time at which a process reported a fault correctly; None if it did not."""
     for event in attempt.events.get(process, []):
         if event["kind"] == fault.expected_event and _attributes_fault(fault, attempt, process, event):
             return float(event["time"])
@@ -124,9 +140,9 @@ def _notice_time(fault: Fault, attempt: Attempt, process: int) -> float | None:
 
 
 def _last_events(attempt: Attempt, processes: list[int]) -> str:
-    """Returns the last event of each of these processes, as text."""
-    last = {process: (attempt.events.get(process) or [{"kind": "nothing"}])[-1] for process in processes}
-    texts = (f"process {process}: {event['kind']} {event.get('why', '')}" for process, event in last.items())
+    """Describes the last event of each of the given processes."""
+    last_events = {process: (attempt.events.get(process) or [{"kind": "nothing"}])[-1] for process in processes}
+    texts = (f"process {process}: {event['kind']} {event.get('why', '')}" for process, event in last_events.items())
     return "; ".join(text.strip() for text in texts)
 
 
@@ -135,21 +151,21 @@ def _attributes_fault(fault: Fault, attempt: Attempt, process: int, event: dict[
     if fault.act == "poison":
         return bool(event.get("step") == fault.offset)
     if fault.act == "damage":
-        newest = _last_step(attempt.before)
+        newest = _last_step(attempt.checkpoints_before)
         return f"checkpoint {newest} " in str(event.get("why")) or event.get("step") == newest
     if fault.act == "terminate":
         return fault.victim not in (None, process) or event["asked_by"] == "SIGTERM"
     if fault.act == "fill":
-        later = [later_event for later_event in attempt.events[process] if later_event["time"] > event["time"]]
-        recovered = any(later_event["kind"] == "checkpoint_commit" for later_event in later)
+        later_events = [later_event for later_event in attempt.events[process] if later_event["time"] > event["time"]]
+        recovered = any(later_event["kind"] == "checkpoint_commit" for later_event in later_events)
         return recovered and f"process {fault.victim} of" in str(event.get("why"))
-    if fault.act == "cut":  # the faulty end of a link cannot be determined
+    if fault.act == "cut":  # it cannot be determined which end of a link is faulty
         return event.get("at_fault") in (None, fault.victim)
     return bool(event.get("at_fault") == fault.victim)
 
 
-def _final_state(run_dir: Path) -> object:
-    """Returns the step and the array digests of the last checkpoint; None if there is none."""
+def _read_final_state(run_dir: Path) -> object:
+    """Returns the step of the last valid checkpoint and the digests of its arrays; None if there is no checkpoint."""
     checkpoint = newest_valid(run_dir / "checkpoints")
     return None if checkpoint is None else (checkpoint.step, checkpoint.manifest.arrays)
 
@@ -160,37 +176,45 @@ HEADINGS = (
 )  # fmt: skip
 
 
-def table(results: list[Finding]) -> str:
+def as_table(findings: list[Finding]) -> str:
     """Returns the findings as an aligned Markdown table."""
-    rows = [list(HEADINGS), *map(_row, results)]
+    rows = [list(HEADINGS), *map(_table_row, findings)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     rows.insert(1, ["-" * width for width in widths])
     lines = (" | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
     return "\n".join(f"| {line} |" for line in lines)
 
 
-def _row(finding: Finding) -> list[str]:
+def _table_row(finding: Finding) -> list[str]:
     return [
         finding.fault,
         str(finding.processes),
-        _seconds(finding.noticed_seconds),
-        _yes_no(finding.named),
-        _seconds(finding.gone_seconds),
+        _format_seconds(finding.noticed_seconds),
+        _format_bool(finding.is_attributed),
+        _format_seconds(finding.gone_seconds),
         str(finding.steps_lost),
         str(finding.committed_lost),
-        _seconds(finding.back_seconds),
-        _yes_no(finding.identical),
+        _format_seconds(finding.back_seconds),
+        _format_bool(finding.identical),
     ]
 
 
-def _seconds(value: float | None) -> str:
-    return "–" if value is None else f"{value:.1f} s"
+def _format_seconds(seconds: float | None) -> str:
+    return "–" if seconds is None else f"{seconds:.1f} s"
 
 
-def _yes_no(value: bool) -> str:
-    return "yes" if value else "NO"
+def _format_bool(is_true: bool) -> str:
+    return "yes" if is_true else "NO"
 
 
-def to_json(results: list[Finding]) -> str:
+_JSON_NAMES = {"is_attributed": "named", "unexpected_events": "otherwise"}
+"""The JSON names of fields of a finding that have another name here."""
+
+
+def as_json(findings: list[Finding]) -> str:
     """Returns the findings as JSON."""
-    return json_text([vars(finding) | {"well": finding.passed} for finding in results], indent=1)
+    records = []
+    for finding in findings:
+        fields = {_JSON_NAMES.get(name, name): field for name, field in vars(finding).items()}
+        records.append(fields | {"well": finding.passed})
+    return json_text(records, indent=1)

@@ -1,7 +1,7 @@
 """python -m jaxmnt.drill.inject PLAN -- [arguments of jaxmnt.train]
 
-Trains as jaxmnt.train does, and injects the faults of a plan into this process at their moments. The drill writes the
-plan, which says what happens in which process.
+Trains like jaxmnt.train, and injects the faults of a plan into this process at the planned moments. The drill writes
+the plan, which says what happens in which process.
 """
 
 import json
@@ -26,16 +26,20 @@ from jaxmnt.drill.faults import Fault
 from jaxmnt.run.arguments import parse_arguments
 from jaxmnt.strict_json import json_text
 
-_FILE_BYTES = 100_000
-"""Largest file while the disk is "full": events still fit, the train state does not."""
-_IDLE_SECONDS, _SOON_SECONDS = 1.0, 0.02
-_STEP_SECONDS = 0.1
-"""Added to each step of the tiny model, so that a checkpoint is written before the next one is due."""
+_FULL_DISK_FILE_BYTES = 100_000
+"""Maximum size of a file while the disk is "full". Events still fit, but the train state does not."""
+_IDLE_SECONDS = 1.0
+"""Time for which all processes are idle around a fault that should happen while they are idle."""
+_SHORT_DELAY_SECONDS = 0.02
+"""Time from the beginning of a restore or a compilation to a fault that should happen during it."""
+_EXTRA_STEP_SECONDS = 0.1
+"""Time added to each step of the tiny model, so that a checkpoint is written before the next one is due."""
 _HANG_SECONDS = 1e6
-_EVAL_BATCHES = 2
-"""Batches of an evaluation."""
+"""Duration of a hang; longer than any timeout."""
+_MAX_EVAL_BATCHES = 2
+"""Maximum number of batches in an evaluation."""
 _SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "terminate": signal.SIGTERM}
-"""Acts that send a signal to this process."""
+"""The signal that each of these acts sends to this process."""
 
 
 class DrillError(RuntimeError):
@@ -50,7 +54,7 @@ def main(arguments: list[str]) -> int:
     content = json.loads(Path(plan).read_text(encoding="utf-8"))
     faults = [Fault(**fault) for fault in content["faults"]]
     injector = FaultInjector(identity, Path(content["journal"]), config.run_dir)
-    injector.pace([fault.offset for fault in faults if fault.moment == "idle"])
+    injector.slow_down([fault.offset for fault in faults if fault.moment == "idle"])
     for fault in faults:
         if fault.victim in (None, identity.process_id):
             injector.arm(fault)
@@ -58,57 +62,64 @@ def main(arguments: list[str]) -> int:
 
 
 class FaultInjector:
-    """Injects faults into this process by wrapping functions, which otherwise work as before."""
+    """Injects faults into this process by wrapping functions, whose behaviour stays the same apart from the faults."""
 
     def __init__(self, identity: Identity, journal: Path, run_dir: Path):
         self._identity, self._journal, self._run_dir = identity, journal, run_dir
         self._staged_step = 0
 
     def arm(self, fault: Fault) -> None:
-        """Arranges for a fault to happen at its moment."""
+        """Arranges for a fault to happen at its moment in this process."""
         from jaxmnt.checkpoint import saver
         from jaxmnt.data.batches import TrainingData
         from jaxmnt.data.feed import Feed
         from jaxmnt.run import compiling, input, starting_state
 
-        act = lambda *_: self._act(fault)
-        later = lambda seconds: lambda *_: threading.Timer(seconds, act).start()
-        if fault.moment == "start":
-            act()
-        elif fault.moment == "batch":
-            _wrap(input, "training_feed", before=self._note_first_step)
-            _wrap(Feed, "stage", after=lambda feed: self._poison(fault, feed))
-        else:
-            owner, name, before = {
-                "step": (Feed, "take", _on_call(fault.offset, act)),
-                # When the next batch is staged, the devices are busy with a step.
-                "mid-step": (Feed, "stage", _on_call(fault.offset + 1, act)),
-                "idle": (Feed, "take", _on_call(fault.offset, later(_IDLE_SECONDS / 2))),
-                "save": (saver, "_wait_until_written", _on_call(fault.offset, act)),
-                "restore": (starting_state, "restore", later(_SOON_SECONDS)),
-                "compile": (compiling, "compile_program", later(_SOON_SECONDS)),
-                "prefetch": (TrainingData, "batch", _on_call(fault.offset, act)),
-            }[fault.moment]
-            _wrap(owner, name, before=before)
+        def cause_now(*_: Any) -> None:
+            self._cause(fault)
 
-    def pace(self, idle_steps: list[int]) -> None:
-        """Slows all steps down, the idle steps by more, and shortens evaluations. Called in all processes."""
+        def cause_after(seconds: float) -> Callable[..., None]:
+            return lambda *_: threading.Timer(seconds, cause_now).start()
+
+        if fault.moment == "start":
+            cause_now()
+        elif fault.moment == "batch":
+            _wrap(input, "training_feed", call_before=self._set_first_step)
+            _wrap(Feed, "stage", call_after=lambda feed: self._poison(fault, feed))
+        else:
+            owner, name, call_before = {
+                "step": (Feed, "take", _on_call(fault.offset, cause_now)),
+                # When the next batch is staged, the devices are busy with a step.
+                "mid-step": (Feed, "stage", _on_call(fault.offset + 1, cause_now)),
+                "idle": (Feed, "take", _on_call(fault.offset, cause_after(_IDLE_SECONDS / 2))),
+                "save": (saver, "_wait_until_written", _on_call(fault.offset, cause_now)),
+                "restore": (starting_state, "restore", cause_after(_SHORT_DELAY_SECONDS)),
+                "compile": (compiling, "compile_program", cause_after(_SHORT_DELAY_SECONDS)),
+                "prefetch": (TrainingData, "batch", _on_call(fault.offset, cause_now)),
+            }[fault.moment]
+            _wrap(owner, name, call_before=call_before)
+
+    def slow_down(self, idle_steps: list[int]) -> None:
+        """Slows down all steps, the idle steps most, and shortens evaluations. Must be called in all processes."""
         from jaxmnt.data.batches import EvaluationData
         from jaxmnt.data.feed import Feed
 
-        batches = EvaluationData.batches
-        first_batches = lambda *arguments, **keywords: islice(batches(*arguments, **keywords), _EVAL_BATCHES)
-        setattr(EvaluationData, "batches", first_batches)  # noqa: B010 (mypy allows no method to be assigned)
-        _wrap(Feed, "take", before=lambda *_: time.sleep(_STEP_SECONDS))
-        for step in idle_steps:
-            _wrap(Feed, "take", before=_on_call(step, lambda *_: time.sleep(_IDLE_SECONDS)))
+        all_batches = EvaluationData.batches
 
-    def _act(self, fault: Fault) -> None:
+        def first_batches(*arguments: Any, **keywords: Any) -> Any:
+            return islice(all_batches(*arguments, **keywords), _MAX_EVAL_BATCHES)
+
+        setattr(EvaluationData, "batches", first_batches)  # noqa: B010 (mypy does not allow assigning to a method)
+        _wrap(Feed, "take", call_before=lambda *_: time.sleep(_EXTRA_STEP_SECONDS))
+        for step in idle_steps:
+            _wrap(Feed, "take", call_before=_on_call(step, lambda *_: time.sleep(_IDLE_SECONDS)))
+
+    def _cause(self, fault: Fault) -> None:
         """Causes a fault now."""
         if fault.act == "fill":
             self._fill_disk(fault)
             return
-        self._note(fault)
+        self._write_to_journal(fault)
         if fault.act in _SIGNALS:
             os.kill(os.getpid(), _SIGNALS[fault.act])
         elif fault.act == "exit":
@@ -127,72 +138,76 @@ class FaultInjector:
         else:
             raise AssertionError(fault.act)
 
-    def _note(self, fault: Fault) -> None:
-        """Writes a fault to the journal, before it happens."""
+    def _write_to_journal(self, fault: Fault) -> None:
+        """Records a fault in the journal of the drill. Must be called just before the fault happens."""
         record = {"kind": "fault", "fault": fault.name, "process": self._identity.process_id, "time": time.time()}
         with self._journal.open("a", encoding="utf-8") as journal:
             journal.write(json_text(record) + "\n")
 
-    def _note_first_step(self, data: Any, program: Any, start_step: int) -> None:
+    def _set_first_step(self, data: Any, program: Any, start_step: int) -> None:
+        """Remembers the step after which the first batch is staged; takes the arguments of `training_feed`."""
         self._staged_step = start_step
 
     def _poison(self, fault: Fault, feed: Any) -> None:
-        """Sets the weights of the staged batch to NaN if the batch is that of the fault's step.
+        """Sets the weights of the staged batch to NaN if the batch belongs to the step of the fault.
 
-        All processes do it, since the batch is one array. The data itself counts as bad, so every start that takes this
-        step poisons it.
+        All processes must do it, because they share the arrays of the batch. It is the data that is meant to be bad, so
+        the batch is poisoned in every start that trains this step.
         """
         self._staged_step += 1
         if self._staged_step != fault.offset:
             return
-        self._note(fault)
+        self._write_to_journal(fault)
         batch, digest = feed._staged
         feed._staged = batch | {"weights": batch["weights"] * float("nan")}, digest
 
     def _fill_disk(self, fault: Fault) -> None:
-        """Limits the size of this process's files until a save has failed."""
+        """Limits the size of the files that this process writes, until a save has failed."""
         from jaxmnt.run.saves import CheckpointManager
 
-        self._note(fault)
+        self._write_to_journal(fault)
         _, hard_limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-        limit_files = lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard_limit))
-        limit_files(_FILE_BYTES)
-        _wrap(CheckpointManager, "_report_failure", before=lambda *_: limit_files(hard_limit))
+
+        def limit_file_size(limit: int) -> None:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard_limit))
+
+        limit_file_size(_FULL_DISK_FILE_BYTES)
+        _wrap(CheckpointManager, "_report_failure", call_before=lambda *_: limit_file_size(hard_limit))
 
 
 def damage_newest(run_dir: Path) -> None:
-    """Flips a bit in the middle of the largest file of the newest valid checkpoint; newer ones may be incomplete."""
+    """Flips a bit in the middle of the largest file of the newest valid checkpoint of a run."""
     checkpoint = newest_valid(run_dir / "checkpoints")
     assert checkpoint is not None
-    newest = Path(str(checkpoint.path))
-    largest = max((path for path in newest.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    folder = Path(str(checkpoint.path))
+    largest = max((path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
     raw = bytearray(largest.read_bytes())
     raw[len(raw) // 2] ^= 1
     largest.write_bytes(raw)
 
 
 def cut_connections(identity: Identity) -> None:
-    """Silently drops the packets of this process's connections, except those to the coordinator.
+    """Silently drops the packets of all connections of this process, except those to the coordinator.
 
-    Uses routing rules, so it must run in a separate network namespace.
+    This changes routing rules, so the process must run in a separate network namespace.
     """
-    _, coordinator = identity.address
+    _, coordinator_port = identity.address
     _ip("rule", "add", "pref", "100", "lookup", "local")
     _ip("rule", "del", "pref", "0")
-    for local, remote in _connections():
-        if coordinator not in (local, remote):
+    for local, remote in _connection_ports():
+        if coordinator_port not in (local, remote):
             for source, target in ((local, remote), (remote, local)):
                 ports = ("sport", str(source), "dport", str(target))
                 _ip("rule", "add", "pref", "10", "ipproto", "tcp", *ports, "blackhole")
 
 
-def _connections() -> list[tuple[int, int]]:
+def _connection_ports() -> list[tuple[int, int]]:
     """Returns the local and the remote port of each established TCP connection of this process."""
     inodes = set()
     for descriptor in Path("/proc/self/fd").iterdir():
         try:
             socket = re.fullmatch(r"socket:\[(\d+)\]", str(descriptor.readlink()))
-        except OSError:  # the descriptor was closed meanwhile
+        except OSError:  # the descriptor has been closed in the meantime
             continue
         if socket:
             inodes.add(socket[1])
@@ -208,6 +223,7 @@ def _connections() -> list[tuple[int, int]]:
 
 
 def _ip(*arguments: str) -> None:
+    """Runs the command `ip` with the given arguments."""
     subprocess.run(["ip", *arguments], check=True)
 
 
@@ -215,15 +231,15 @@ def _raise_drill_error() -> None:
     raise DrillError("raised by the drill")
 
 
-def _on_call(number: int, act: Callable[..., None]) -> Callable[..., None]:
-    """Returns a function that calls `act` only when it is called for the `number`-th time, counted from 1."""
-    calls = count(1)
+def _on_call(number: int, action: Callable[..., None]) -> Callable[..., None]:
+    """Returns a function that calls `action` only when it is itself called for the `number`-th time, counted from 1."""
+    call_numbers = count(1)
 
-    def counted(*arguments: Any) -> None:
-        if next(calls) == number:
-            act(*arguments)
+    def call_on_number(*arguments: Any) -> None:
+        if next(call_numbers) == number:
+            action(*arguments)
 
-    return counted
+    return call_on_number
 
 
 def _do_nothing(*_: Any) -> None:
@@ -231,15 +247,22 @@ def _do_nothing(*_: Any) -> None:
 
 
 def _wrap(
-    owner: Any, name: str, *, before: Callable[..., None] = _do_nothing, after: Callable[..., None] = _do_nothing
+    owner: Any,
+    name: str,
+    *,
+    call_before: Callable[..., None] = _do_nothing,
+    call_after: Callable[..., None] = _do_nothing,
 ) -> None:
-    """Makes a function or method of `owner` call `before` and `after` around itself, with its positional arguments."""
+    """Replaces a function or method of `owner` by one that calls `call_before` first and `call_after` last.
+
+    Both are called with the positional arguments of the function.
+    """
     original = getattr(owner, name)
 
     def wrapped(*arguments: Any, **keywords: Any) -> Any:
-        before(*arguments)
+        call_before(*arguments)
         result = original(*arguments, **keywords)
-        after(*arguments)
+        call_after(*arguments)
         return result
 
     setattr(owner, name, wrapped)

@@ -1,6 +1,7 @@
 """python -m jaxmnt.drill.start PROCESSES DEVICES PLAN -- [arguments of jaxmnt.train]
 
-Starts processes on this machine that inject the faults of a plan, and exits as `jaxmnt.launch local` would.
+Starts processes on this machine that inject the faults of a plan, and exits with the code that `jaxmnt.launch local`
+would return.
 """
 
 from jaxmnt.commands import run_command
