@@ -39,11 +39,11 @@ def shrink_config(config: Config, devices: int, steps: int, compile_cache: Path 
     sizes = mesh.sizes()
     layer_chunks = sizes[STAGE_AXIS] * config.pipeline.chunks
     model, data = config.model, config.data
-    shards = math.prod(sizes[axis] for axis in BATCH_AXES)
-    small = config.model_dump()
+    num_shards = math.prod(sizes[axis] for axis in BATCH_AXES)
+    small_config = config.model_dump()
     grains = [data.grain, *(source.grain for source in data.sources.values())]
     has_fixed_rows = any(grain.elements == "rows" for grain in grains)
-    small["model"] |= {
+    small_config["model"] |= {
         "hidden_size": _HIDDEN_SIZE,
         "num_layers": max(2, layer_chunks),
         "num_heads": 4,
@@ -53,32 +53,36 @@ def shrink_config(config: Config, devices: int, steps: int, compile_cache: Path 
         "attention": "auto",
     }
     if "sliding_window_pattern" in family_class(model.family).settings:  # each stage has only complete patterns
-        small["model"] |= {"sliding_window_pattern": 2, "num_layers": 2 * max(2, layer_chunks)}
-    small["telemetry"]["samples"] = []
-    small["data"] |= {
+        small_config["model"] |= {"sliding_window_pattern": 2, "num_layers": 2 * max(2, layer_chunks)}
+    small_config["telemetry"]["samples"] = []
+    small_config["data"] |= {
         "eval_sets": {},
         "sequence_length": data.sequence_length if has_fixed_rows else min(_SEQUENCE_LENGTH, data.sequence_length),
-        "global_batch_size": _ROWS_PER_SHARD * shards,
+        "global_batch_size": _ROWS_PER_SHARD * num_shards,
         "log_digest": True,
         "stage_dir": None,
         "skip": [],
         "weight_changes": [],
         "verify": False,
     }
-    small["train"] |= {"steps": steps, "eval_every": 0, "stop_after": None, "max_bad_steps": 1}
-    small["train"]["float8_least"] = 16  # with the default, no matrix product of this width would use float8
+    small_config["train"] |= {"steps": steps, "eval_every": 0, "stop_after": None, "max_bad_steps": 1}
+    small_config["train"]["float8_least"] = 16  # with the default, no matrix product of this width would use float8
     if config.train.microbatch_size is not None or layer_chunks > 1:
-        small["train"]["microbatch_size"] = 1
-        small["model"]["overlap"] = "auto"  # other kinds of overlap need more than one row
-    small["optimizer"]["warmup_steps"] = min(config.optimizer.warmup_steps, steps // 4)
-    small["checkpoint"] = Checkpoint(every_steps=STEPS_PER_CHECKPOINT, keep=3, read=config.checkpoint.read).model_dump()
-    small["mesh"] = mesh.model_dump()
-    small["pipeline"]["layers"] = None
-    small["run"] |= {"init_from": None, "fork_from": None, "init_from_changes": [], "max_minutes": None}
-    small["run"]["compile_cache"] = config.run.compile_cache or (None if compile_cache is None else str(compile_cache))
-    small["watchdog"] |= {"step_seconds": _HANG_TIMEOUT_SECONDS, "factor": 10.0}
-    small["cluster"] |= {"silence_timeout_seconds": _SILENCE_TIMEOUT_SECONDS}
-    return parse_config(small, "the small config of the drill")
+        small_config["train"]["microbatch_size"] = 1
+        small_config["model"]["overlap"] = "auto"  # other kinds of overlap need more than one row
+    small_config["optimizer"]["warmup_steps"] = min(config.optimizer.warmup_steps, steps // 4)
+    small_config["checkpoint"] = Checkpoint(
+        every_steps=STEPS_PER_CHECKPOINT, keep=3, read=config.checkpoint.read
+    ).model_dump()
+    small_config["mesh"] = mesh.model_dump()
+    small_config["pipeline"]["layers"] = None
+    small_config["run"] |= {"init_from": None, "fork_from": None, "init_from_changes": [], "max_minutes": None}
+    small_config["run"]["compile_cache"] = config.run.compile_cache or (
+        None if compile_cache is None else str(compile_cache)
+    )
+    small_config["watchdog"] |= {"step_seconds": _HANG_TIMEOUT_SECONDS, "factor": 10.0}
+    small_config["cluster"] |= {"silence_timeout_seconds": _SILENCE_TIMEOUT_SECONDS}
+    return parse_config(small_config, "the small config of the drill")
 
 
 def _shrink_mesh(mesh: Mesh, devices: int) -> Mesh:
@@ -87,13 +91,13 @@ def _shrink_mesh(mesh: Mesh, devices: int) -> Mesh:
     Each axis that the given mesh splits gets size 2, as long as the remaining number of devices is even. The data axis
     gets the remaining devices.
     """
-    remaining = devices
+    remaining_devices = devices
     sizes = dict.fromkeys(mesh.sizes(), 1)
     for axis, size in mesh.sizes().items():
-        if axis != "data" and size not in (None, 1) and remaining % 2 == 0:
+        if axis != "data" and size not in (None, 1) and remaining_devices % 2 == 0:
             sizes[axis] = 2
-            remaining //= 2
-    return mesh.model_copy(update=sizes | {"data": remaining, "allow_split_hosts": True})
+            remaining_devices //= 2
+    return mesh.model_copy(update=sizes | {"data": remaining_devices, "allow_split_hosts": True})
 
 
 MAX_STEPS_PER_START = 16
@@ -246,10 +250,10 @@ def prepare_drill(
 ) -> Drill:
     """Creates a folder that contains the small config, and returns a drill that runs in it."""
     folder.mkdir(parents=True)
-    small = shrink_config(config, processes * devices, MAX_STEPS_PER_START * len(plan), folder / "compiled")
+    small_config = shrink_config(config, processes * devices, MAX_STEPS_PER_START * len(plan), folder / "compiled")
     config_file = folder / "small.yaml"
-    config_file.write_text(dump_config(small), encoding="utf-8")
-    return Drill(small, config_file, folder, processes, devices, prefix, plan)
+    config_file.write_text(dump_config(small_config), encoding="utf-8")
+    return Drill(small_config, config_file, folder, processes, devices, prefix, plan)
 
 
 def _run_command(command: list[str], log: Path) -> int | None:

@@ -176,7 +176,10 @@ class FaultInjector:
 
 
 def damage_newest(run_dir: Path) -> None:
-    """Flips a bit in the middle of the largest file of the newest valid checkpoint of a run."""
+    """Flips a bit in the middle of the largest file of the newest valid checkpoint of a run.
+
+    Newer checkpoints are left alone, because they may be incomplete.
+    """
     checkpoint = newest_valid(run_dir / "checkpoints")
     assert checkpoint is not None
     folder = Path(str(checkpoint.path))

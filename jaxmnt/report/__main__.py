@@ -37,8 +37,8 @@ def main(arguments: list[str]) -> int:
         return ExitCode.FINISHED
     print(summary_text(report))
     if not options.text:
-        default = Path(options.run[0]) / _PAGE_FILE if len(options.run) == 1 else Path(_PAGE_FILE)
-        page_file = options.output or default
+        default_file = Path(options.run[0]) / _PAGE_FILE if len(options.run) == 1 else Path(_PAGE_FILE)
+        page_file = options.output or default_file
         write_file(page_file, page(report))
         print(f"page    {printable(str(page_file))}")
     if options.perfetto is not None:
@@ -47,8 +47,8 @@ def main(arguments: list[str]) -> int:
     if options.png is not None:
         from jaxmnt.report.png import write_pngs  # an extra, and slow to import
 
-        written = write_pngs(report, options.png)
-        print(f"PNGs    {len(written)} in {printable(str(options.png))}")
+        png_files = write_pngs(report, options.png)
+        print(f"PNGs    {len(png_files)} in {printable(str(options.png))}")
     return ExitCode.FINISHED
 
 
@@ -60,7 +60,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         help=f"where to write the page; default RUN/{_PAGE_FILE}, or ./{_PAGE_FILE} for several runs",
     )  # fmt: skip
     parser.add_argument(
-        "--price", type=_price, metavar="COST", help="cost of a GPU-hour; default launch.cost_per_gpu_hour"
+        "--price", type=_parse_price, metavar="COST", help="cost of a GPU-hour; default launch.cost_per_gpu_hour"
     )
     output_mode = parser.add_mutually_exclusive_group()
     output_mode.add_argument("--text", action="store_true", help="print the summary only, and write no page")
@@ -71,7 +71,11 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         "--watch", action="store_true", help="serve the page on this machine and keep it up to date"
     )
     parser.add_argument(
-        "--port", type=_port, default=8700, metavar="PORT", help="port for --watch; 0 for any free port; default 8700"
+        "--port",
+        type=_parse_port,
+        default=8700,
+        metavar="PORT",
+        help="port for --watch; 0 for any free port; default 8700",
     )
     parser.add_argument("--png", type=Path, metavar="FOLDER", help="also write the charts as PNGs to this folder")
     parser.add_argument(
@@ -80,7 +84,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def _price(text: str) -> float:
+def _parse_price(text: str) -> float:
     try:
         price = float(text)
     except ValueError:
@@ -90,7 +94,7 @@ def _price(text: str) -> float:
     return price
 
 
-def _port(text: str) -> int:
+def _parse_port(text: str) -> int:
     if not text.isdecimal() or int(text) > 65535:
         raise argparse.ArgumentTypeError(f"{text!r} must be a port from 0 to 65535")
     return int(text)

@@ -164,8 +164,8 @@ def _unused_memory(run: _RunView) -> Iterator[Advice]:
 def _checkpoint_interval(run: _RunView) -> Iterator[Advice]:
     """Reports a save interval that is too short or too long.
 
-    If saves at an interval t block training for the time C, and there is a failure every M, the run loses the share C /
-    t of its time to saves, and t / 2M to repeated steps.
+    If there is a save every t seconds that blocks training for C seconds, and a failure every M seconds, the run loses
+    the share C / t of its time to saves, and the share t / 2M to steps that it has to repeat.
     """
     commits = events_of(run.attempts, "checkpoint_commit")
     blocked = [number(record, "blocked_seconds") for record in commits]
@@ -183,8 +183,8 @@ def _checkpoint_interval(run: _RunView) -> Iterator[Advice]:
     best = best_interval(save_seconds, failure_interval)
     interval = work_seconds / len(commits)
 
-    def lost_share(interval: float) -> float:
-        return save_seconds / interval + interval / (2 * failure_interval)
+    def lost_share(save_interval: float) -> float:
+        return save_seconds / save_interval + save_interval / (2 * failure_interval)
 
     excess = lost_share(interval) - lost_share(best)
     if excess > 0.005:
@@ -193,7 +193,7 @@ def _checkpoint_interval(run: _RunView) -> Iterator[Advice]:
             f"checkpoints too {frequency}",
             f"the run saves every {span(interval)}, and each save blocks training for {save_seconds:.2g} s; saving "
             f"every {span(best)} would lose the least time, with a failure about every {span(failure_interval)} "
-            f"({'by published rates' if source == 'assumed' else source})",
+            f"({'according to published rates' if source == 'assumed' else source})",
             "set checkpoint.every_minutes: auto and checkpoint.every_steps: 0",
             excess,
         )

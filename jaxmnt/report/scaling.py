@@ -21,7 +21,7 @@ MIN_EFFICIENCY = 0.8
 """Efficiency below which a study warns."""
 
 Mode = Literal["weak", "strong"]
-MODE_MEANING = {"weak": "constant rows per device", "strong": "constant rows in total"}
+MODE_DESCRIPTIONS = {"weak": "constant rows per device", "strong": "constant rows in total"}
 
 
 class _StudyModel(BaseModel):
@@ -129,7 +129,7 @@ class Study(_StudyModel):
         scalings = [
             scaling.model_dump(mode="json")
             | {
-                "meaning": MODE_MEANING[scaling.mode],
+                "meaning": MODE_DESCRIPTIONS[scaling.mode],
                 "points": [
                     point.model_dump(mode="json")
                     | {
@@ -201,9 +201,9 @@ def _table_lines(study: Study, scaling: Scaling) -> list[str]:
         )
     legend = ", ".join(f"{phase}: {PHASE_ACTIVITIES.get(phase, phase)}" for phase in phases)
     return [
-        f"{scaling.mode} scaling: {MODE_MEANING[scaling.mode]}",
+        f"{scaling.mode} scaling: {MODE_DESCRIPTIONS[scaling.mode]}",
         *table(rows, right=set(range(len(rows[0])))),
-        f"time per step in each phase: {legend}; communication: predicted time of exposed communication",
+        f"time per step in each phase ({legend}); communication is the predicted time of exposed communication",
     ]
 
 
@@ -233,8 +233,8 @@ def draw(study: Study) -> str:
     Each round is a circle, the median is a line, and the prediction is a dashed line.
     """
     counts = [point.processes for point in study.scalings[0].points]
-    measured = [scaling.efficiencies(point) for scaling in study.scalings for point in scaling.points]
-    max_efficiency = max(1.1, *itertools.chain.from_iterable(measured))
+    efficiencies = [scaling.efficiencies(point) for scaling in study.scalings for point in scaling.points]
+    max_efficiency = max(1.1, *itertools.chain.from_iterable(efficiencies))
     min_log, max_log = math.log(counts[0]), math.log(counts[-1])
     right, bottom = _WIDTH - _RIGHT, _HEIGHT - _BOTTOM
 
@@ -253,10 +253,10 @@ def draw(study: Study) -> str:
     for processes in counts:
         parts.append(f'<text x="{x(processes):.1f}" y="{bottom + 18}" text-anchor="middle">{processes:,}</text>')
     for efficiency in (0.0, 0.5, MIN_EFFICIENCY, 1.0):
-        height = y(efficiency)
-        parts.append(f'<text x="{_LEFT - 8}" y="{height + 4:.1f}" text-anchor="end">{efficiency:g}</text>')
+        line_y = y(efficiency)
+        parts.append(f'<text x="{_LEFT - 8}" y="{line_y + 4:.1f}" text-anchor="end">{efficiency:g}</text>')
         dash = ' stroke-dasharray="4 4"' if efficiency == MIN_EFFICIENCY else ""
-        parts.append(f'<line x1="{_LEFT}" y1="{height:.1f}" x2="{right}" y2="{height:.1f}" stroke="#ccc"{dash}/>')
+        parts.append(f'<line x1="{_LEFT}" y1="{line_y:.1f}" x2="{right}" y2="{line_y:.1f}" stroke="#ccc"{dash}/>')
     for index, scaling in enumerate(study.scalings):
         color = _COLORS[scaling.mode]
         medians = [(x(point.processes), y(scaling.efficiency(point))) for point in scaling.points]

@@ -19,7 +19,7 @@ def summary_text(report: Record) -> str:
 
 def failures_text(report: Record) -> str:
     """Returns the failures of each run."""
-    return "\n\n".join(_failures_of_run(run) for run in report["runs"])
+    return "\n\n".join(_run_failures_text(run) for run in report["runs"])
 
 
 def _run_text(run: Record) -> str:
@@ -83,11 +83,11 @@ def _straggler_line(straggler: Record) -> str:
     device = "" if straggler["device"] is None else f", device {straggler['device']}"
     last_step = "the end" if straggler["to_step"] is None else straggler["to_step"]
     excess = f" by {1e3 * straggler['slower_seconds']:.0f} ms" if straggler["slower_seconds"] else ""
-    who = f"process {straggler['process']} on {straggler['host']}{device}"
-    return printable(f"{who}: {straggler['phase']}{excess}, from step {straggler['from_step']} to {last_step}")
+    culprit = f"process {straggler['process']} on {straggler['host']}{device}"
+    return printable(f"{culprit}: {straggler['phase']}{excess}, from step {straggler['from_step']} to {last_step}")
 
 
-def _failures_of_run(run: Record) -> str:
+def _run_failures_text(run: Record) -> str:
     if not run["failures"]:
         return f"run     {printable(run['run'])}: no attempt failed"
     return "\n".join([f"run     {printable(run['run'])}", *map(_failure_text, run["failures"])])
@@ -95,12 +95,13 @@ def _failures_of_run(run: Record) -> str:
 
 def _failure_text(failure: Record) -> str:
     host = f" on {failure['host']}" if failure["host"] else ""
-    who = "" if failure["process"] is None else f", process {failure['process']}{host}"
+    culprit = "" if failure["process"] is None else f", process {failure['process']}{host}"
     code = "" if failure["exit_code"] is None else f", exit code {failure['exit_code']}"
     cost = "" if failure["cost"] is None else f", which cost {failure['cost']:,.2f}"
     steps = f", {counted(failure['lost_steps'], 'step', 'steps')} repeated" if failure["lost_steps"] else ""
+    kind = failure["kind"].replace("_", " ")
     lines = [
-        f"attempt {failure['attempt']}: {failure['kind'].replace('_', ' ')} after step {failure['step']}{who}{code}",
+        f"attempt {failure['attempt']}: {kind} after step {failure['step']}{culprit}{code}",
         f"  why   {failure['why']}",
     ]
     if failure["lines"]:
