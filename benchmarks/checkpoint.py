@@ -283,10 +283,10 @@ class Jaxmnt:
 
     def digest(self) -> Figures:
         from jaxmnt.checkpoint.device_digest import start_digests
-        from jaxmnt.checkpoint.names import named
+        from jaxmnt.checkpoint.names import arrays_by_name
 
         clock = Clock()
-        start_digests(named(self.state)).wait()
+        start_digests(arrays_by_name(self.state)).wait()
         return clock.both("digest")
 
     def save(self) -> Figures:

@@ -31,11 +31,11 @@ from orbax.checkpoint._src import asyncio_utils
 
 from jaxmnt.checkpoint import arrays, commit, digest, manifest, retention, saver
 from jaxmnt.checkpoint.__main__ import main as checkpoint_command
-from jaxmnt.checkpoint.arrays import Reader, cut
+from jaxmnt.checkpoint.arrays import Reader, split_array
 from jaxmnt.checkpoint.device_digest import start_digests
 from jaxmnt.checkpoint.export import verify
 from jaxmnt.checkpoint.manifest import Array, DamagedError, Manifest, OtherFormatError
-from jaxmnt.checkpoint.names import named, nested, unflatten_like
+from jaxmnt.checkpoint.names import arrays_by_name, nested_arrays, unflatten_like
 from jaxmnt.checkpoint.refs import find
 from jaxmnt.checkpoint.restore import restore
 from jaxmnt.config.mesh import Mesh
@@ -81,7 +81,7 @@ def test_a_digest_can_be_taken_in_any_pieces(shape, dtype, seed, most):
     array = some_array(shape, dtype, seed)
     whole = digest.block_digest(array, (0,) * len(shape), shape)
     total, elements = digest.ZERO, 0
-    for start, index in cut(Array(shape, dtype.name, ""), most):
+    for start, index in split_array(Array(shape, dtype.name, ""), most):
         piece = array[index]
         elements += piece.size
         total = digest.add(total, digest.block_digest(piece, start, shape))
@@ -132,16 +132,16 @@ def test_a_digest_is_the_same_on_any_sharding(dtype):
 
 def test_names_are_unique_and_come_back():
     state = {"params": {"b": {"c": 1}, "a": [2, (3,)]}, "optimizer": {"count": 4}}
-    arrays = named(state)
+    arrays = arrays_by_name(state)
     assert list(arrays) == ["optimizer/count", "params/a/0", "params/a/1/0", "params/b/c"]
     assert unflatten_like(state, arrays) == state
-    assert nested(arrays) == {"optimizer": {"count": 4}, "params": {"a": {"0": 2, "1": {"0": 3}}, "b": {"c": 1}}}
+    assert nested_arrays(arrays) == {"optimizer": {"count": 4}, "params": {"a": {"0": 2, "1": {"0": 3}}, "b": {"c": 1}}}
 
 
 @pytest.mark.parametrize("tree", [{"a.b": 1}, {"a/b": 1}, {"a": {0: 1, "0": 2}}, {"": 1}], ids=str)
 def test_names_that_could_collide_are_no_names(tree):
     with pytest.raises((AssertionError, ValueError)):
-        named(tree)
+        arrays_by_name(tree)
 
 
 # -- manifests
@@ -193,10 +193,10 @@ def test_another_format_is_refused_and_not_taken_for_damage(tmp_path):
     record = {"format": 4, "whatever": "a later version writes"}
     record["seal"] = json_digest(record)
     (tmp_path / manifest.MANIFEST_FILE).write_text(json.dumps(record))
-    with pytest.raises(OtherFormatError, match=r"format version 4, this jaxmnt .* reads 2 and 3; use a newer jaxmnt"):
+    with pytest.raises(OtherFormatError, match=r"format version 4, but this jaxmnt .* reads 2 and 3; use a newer"):
         manifest.read(tmp_path)
     (tmp_path / manifest.MANIFEST_FILE).write_text(json.dumps({"format": 1, "notes": {}, "files": {}}))
-    with pytest.raises(OtherFormatError, match="use the older jaxmnt"):
+    with pytest.raises(OtherFormatError, match="use an older jaxmnt"):
         manifest.read(tmp_path)
     assert OtherFormatError.exit_code == ExitCode.CONFIG
 
@@ -283,11 +283,11 @@ def abstract_state(mesh: jax.sharding.Mesh) -> dict:
 
 
 def filled(abstract: dict, seed: int) -> dict:
-    names = sorted(named(abstract))
+    names = sorted(arrays_by_name(abstract))
     make = lambda name, leaf: jax.device_put(
         some_array(leaf.shape, np.dtype(leaf.dtype), seed * 100 + names.index(name)), leaf.sharding
     )
-    return unflatten_like(abstract, {name: make(name, leaf) for name, leaf in named(abstract).items()})
+    return unflatten_like(abstract, {name: make(name, leaf) for name, leaf in arrays_by_name(abstract).items()})
 
 
 def describe(step: int, run: str = "run"):
@@ -303,7 +303,7 @@ def save(root: Path, step: int, state: dict, **options) -> saver.SaveResult:
 
 
 def same_bits(a, b) -> bool:
-    a, b = named(a), named(b)
+    a, b = arrays_by_name(a), arrays_by_name(b)
     return a.keys() == b.keys() and all(np.asarray(a[n]).tobytes() == np.asarray(b[n]).tobytes() for n in a)
 
 
@@ -368,10 +368,10 @@ def test_a_flipped_bit_in_the_data_is_found_by_the_digests(saved, tmp_path, monk
 def test_what_is_not_whole_has_a_reason(saved, tmp_path):
     shutil.copytree(saved[0], tmp_path / "root")
     root = tmp_path / "root"
-    with pytest.raises(DamagedError, match="belongs to run run, and this is run other"):
+    with pytest.raises(DamagedError, match="belongs to run run, but this is run other"):
         commit.open_checkpoint(root / "1", "other")
     (root / "1").rename(root / "3")
-    with pytest.raises(DamagedError, match="is a checkpoint of step 1 under another's name"):
+    with pytest.raises(DamagedError, match="is a checkpoint of step 1 under the name of another step"):
         commit.open_checkpoint(root / "3")
     (root / "4").mkdir()
     assert commit.why_not_valid(root / "4") == "it has no commit marker commit_success.txt"
@@ -492,7 +492,7 @@ def test_programs_of_several_cpus_are_not_kept():
         assert sum(clock.compile_cache.values()) == asked
 
 
-@pytest.mark.parametrize("harm", ["emptied", "cut", "a bit", "exchanged", "without a seal"])
+@pytest.mark.parametrize("harm", ["emptied", "split_array", "a bit", "exchanged", "without a seal"])
 def test_an_entry_that_is_not_what_was_written_there_is_named_and_made_again(tmp_path, capfd, harm):
     cache = LRUCache(str(tmp_path), max_size=-1)
     programs = {"jit_a-1-sealed": b"program a", "jit_b-2-sealed": b"program b"}
@@ -502,7 +502,7 @@ def test_an_entry_that_is_not_what_was_written_there_is_named_and_made_again(tmp
     paths = sorted(tmp_path.iterdir())
     one, other = (path.read_bytes() for path in paths)
     content = {
-        "emptied": b"", "cut": one[:-3], "a bit": bytes([one[0] ^ 1]) + one[1:], "exchanged": other,
+        "emptied": b"", "split_array": one[:-3], "a bit": bytes([one[0] ^ 1]) + one[1:], "exchanged": other,
         "without a seal": b"program a",
     }  # fmt: skip
     paths[0].write_bytes(content[harm])
@@ -661,7 +661,7 @@ def test_a_lock_in_a_directory_that_is_away_for_a_moment_is_kept(tmp_path, quick
 def test_a_whole_checkpoint_is_not_saved_over(saved, tmp_path):
     shutil.copytree(saved[0], tmp_path / "root")
     result = save(tmp_path / "root", 2, saved[1][1])
-    assert result.failure is not None and "is a whole checkpoint already, of another job" in result.failure
+    assert result.failure is not None and "is already a valid checkpoint, which another job" in result.failure
     assert [found.step for found in commit.valid_checkpoints(tmp_path / "root")] == [1, 2]
 
 
@@ -723,7 +723,7 @@ def test_what_was_cut_off_is_removed_and_what_was_lost_is_kept(tiny, finished):
     (root / "15.unfinished").write_text("being written\n")
     (root / "12.unfinished").write_text("being removed\n")
     cut_off, damaged = commit.clean_up(root, None)
-    assert cut_off == [f"removed {root / '15'}, which was cut off while it was being written"]
+    assert cut_off == [f"removed {root / '15'}, which was split_array off while it was being written"]
     assert ["it has no commit marker" in line and "kept as" in line for line in damaged] == [True, True]
     assert sorted(path.name for path in root.iterdir()) == ["10.damaged", "20.damaged"]
 
@@ -1002,15 +1002,15 @@ def test_the_command_lists_verifies_shows_and_compares(finished, capsys, tmp_pat
     run = str(finished)
     assert checkpoint_command(["list", run]) == 0
     listed = capsys.readouterr().out
-    assert [line.split()[:2] for line in listed.splitlines()[2:]] == [["10", "whole"], ["15", "whole"], ["20", "whole"]]
+    assert [line.split()[:2] for line in listed.splitlines()[2:]] == [["10", "valid"], ["15", "valid"], ["20", "valid"]]
     assert checkpoint_command(["verify", run]) == 0
-    assert capsys.readouterr().out.count(": whole, 41 arrays") == 3
+    assert capsys.readouterr().out.count(": valid, 41 arrays") == 3
     assert checkpoint_command(["show", f"{run}@15"]) == 0
     shown = capsys.readouterr().out
     assert "step 15 of run" in shown and "params/layers/attention/query" in shown
     assert checkpoint_command(["show", f"{run}@best"]) == 0
     assert "step 20 of run" in capsys.readouterr().out, "10 and 20 were evaluated, and 20 is the better"
-    with pytest.raises(ConfigError, match="after @ comes a step, or best"):
+    with pytest.raises(ConfigError, match="after @ give a step, or best"):
         find(f"{run}@last", "checkpoint")
     assert checkpoint_command(["diff", f"{run}@15", run]) == 0
     assert "2 arrays are the same bit for bit, 39 are not" in capsys.readouterr().out
@@ -1020,13 +1020,13 @@ def test_the_command_lists_verifies_shows_and_compares(finished, capsys, tmp_pat
     states = [one["state"] for one in json.loads(capsys.readouterr().out)["checkpoints"]]
     assert states == ["whole", "not whole", "whole"]
     assert checkpoint_command(["verify", str(tmp_path / "run")]) == 1
-    assert "checkpoints/15: NOT WHOLE: it has no commit marker" in capsys.readouterr().out
+    assert "checkpoints/15: NOT VALID: it has no commit marker" in capsys.readouterr().out
     (tmp_path / "run" / "checkpoints" / "15" / manifest.MANIFEST_FILE).unlink()
     (tmp_path / "run" / "checkpoints" / "15.unfinished").write_text("being removed\n")
     assert checkpoint_command(["list", str(tmp_path / "run")]) == 0
     assert "\n15    being removed" in capsys.readouterr().out
     assert checkpoint_command(["verify", str(tmp_path / "run")]) == 0
-    assert "checkpoints/15: no checkpoint, being removed" in capsys.readouterr().out
+    assert "checkpoints/15: not a checkpoint (being removed)" in capsys.readouterr().out
     assert checkpoint_command(["verify", str(tmp_path / "run" / "checkpoints" / "10")]) == 0
     assert checkpoint_command(["verify", f"{tmp_path / 'run'}@15"]) == 1
     for wrong in (["verify", str(tmp_path)], ["show", f"{run}@3"], ["list", str(tmp_path)]):
@@ -1107,7 +1107,7 @@ if may_mount():
         )
         assert "WARNING checkpoint 15 could not be saved: No space left on device" in result.stdout, result
         assert "2 saves in a row failed" in result.stderr and "No space left on device" in result.stderr
-        assert "blind 1" in result.stdout and result.stdout.count(": whole, ") == 2 and "verify 0" in result.stdout
+        assert "blind 1" in result.stdout and result.stdout.count(": valid, ") == 2 and "verify 0" in result.stdout
         assert "looking 1" in result.stdout and "MiB are free in" in result.stderr
         assert "more room 0" in result.stdout
         assert contents(tmp_path / "kept") == contents(tmp_path / "undisturbed")

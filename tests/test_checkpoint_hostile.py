@@ -161,14 +161,14 @@ def test_a_save_does_not_commit_through_a_link_that_took_its_place(root):
     there = archived(root, 5)
     (there / manifest.MANIFEST_FILE).unlink()
     before = snapshot(there)
-    with pytest.raises(UserError, match=r"5 became a link while it was being saved"):
+    with pytest.raises(UserError, match=r"5 was replaced by a link while it was being saved"):
         commit.commit(root / "5", saved)
     assert snapshot(there) == before and (root / "5").is_symlink()
 
 
 def test_a_link_that_leads_nowhere_makes_room(root):
     (root / "20").symlink_to("nowhere")
-    commit.begin(root / "20")
+    commit.begin_step(root / "20")
     assert (root / "20.damaged").is_symlink() and (root / "20.unfinished").exists()
 
 
@@ -529,7 +529,7 @@ def test_what_could_be_removed_is_named(root, monkeypatch):
     monkeypatch.setattr(os, "statvfs", lambda path: Full)
     told = retention.shortage(root, retention.SpaceNeeded(5000, 3)) or ""
     short, _, removable = told.partition("; could be removed: ")
-    assert short == f"3 KiB are free in {root}, 4.88 KiB are needed, 1.88 KiB more"
+    assert short == f"3 KiB are free in {root}, but 4.88 KiB are needed, 1.88 KiB more"
     assert [name.partition(" ")[0] for name in removable.split(", ")] == ["5.damaged", "12"]
 
 
@@ -645,7 +645,7 @@ def test_an_export_removes_nothing_that_is_not_its_own(export, tmp_path):
     mine.mkdir()
     (mine / "model.safetensors").write_text("mine")
     building.symlink_to(mine)
-    with pytest.raises(ConfigError, match="building is in the way: it is no folder"):
+    with pytest.raises(ConfigError, match="building is in the way: it is not a folder"):
         export()
     building.unlink()
     building.mkdir()
@@ -656,7 +656,7 @@ def test_an_export_removes_nothing_that_is_not_its_own(export, tmp_path):
     (building / "thesis").unlink()
     lock = os.open(building, os.O_RDONLY)
     fcntl.flock(lock, fcntl.LOCK_EX)
-    with pytest.raises(ConfigError, match="another process is exporting there"):
+    with pytest.raises(ConfigError, match="another process is exporting into"):
         export()
     os.close(lock)
     assert export()

@@ -178,7 +178,7 @@ def test_a_run_with_its_checkpoints_in_a_bucket(tiny, tmp_path, address, whole_r
     capsys.readouterr()
     for run in (address, str(tmp_path / "second")):  # by the address, or by what the run directory says of it
         assert checkpoint_command(["verify", run]) == ExitCode.FINISHED
-        assert capsys.readouterr().out.count("whole, ") == 2
+        assert capsys.readouterr().out.count("valid, ") == 2
     with pytest.raises(
         ConfigError,
         match=r"checkpoint\.dir: gs://.* has the checkpoint of step 20 of .*, and .* step 0",

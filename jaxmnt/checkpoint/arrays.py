@@ -1,8 +1,9 @@
-"""Reads and writes the arrays in a checkpoint's files. The only module that knows how Orbax lays them out.
+"""Reads and writes the arrays in a checkpoint's files. No other module knows how Orbax lays them out.
 
-It uses TensorStore without JAX, so a laptop can read what a cluster wrote. It reads straight into memory that a CPU
-device can use as it is; Orbax's own loading takes more than twice as long there (`benchmarks/checkpoint.py`). A new
-checkpoint gets only what readers and a run that starts from it need: the arrays, piece by piece, and Orbax's marker.
+This module uses TensorStore without JAX, so a laptop can read what a cluster wrote. It reads straight into memory that
+a CPU device can use without a copy; on CPU, Orbax's own loading takes more than twice as long
+(`benchmarks/checkpoint.py`). `Writer` writes only what readers, and a run that starts from the checkpoint, need: the
+arrays, piece by piece, and Orbax's marker.
 """
 
 import itertools
@@ -24,11 +25,12 @@ Shape = tuple[int, ...]
 
 _ALIGNMENT = 64
 _CHUNK_BYTES = 16 << 20
-_INDEX_BYTES = 64 << 20
+_INDEX_CACHE_BYTES = 64 << 20
 _ACCESS_FAILURES = ("PERMISSION_DENIED", "UNAUTHENTICATED", "UNAVAILABLE", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED")
-"""Failures of a bucket that do not mean that its contents are damaged."""
+"""Status codes of a bucket that cannot be accessed at the moment, which does not mean that its contents are damaged."""
 _SYSTEM_ERROR = re.compile(r"\[os_error_code='(\d+)'\]")
-"""The end of TensorStore's message for an operating system error; the message itself is less precise."""
+"""Matches the error number at the end of TensorStore's message for an operating system error. The wording before it
+does not identify the error reliably."""
 
 
 class Reader:
@@ -41,23 +43,23 @@ class Reader:
         """Starts to open the arrays with these names (default: all)."""
         self._root = url(checkpoint.path)
         self._arrays = checkpoint.manifest.arrays
-        self._context = ts.Context({"cache_pool#index": {"total_bytes_limit": _INDEX_BYTES}})
-        self._opening = {name: self._start_opening(name) for name in (self._arrays if names is None else names)}
+        self._context = ts.Context({"cache_pool#index": {"total_bytes_limit": _INDEX_CACHE_BYTES}})
+        self._pending_opens = {name: self._start_opening(name) for name in (self._arrays if names is None else names)}
 
     def open_all(self) -> None:
-        """Waits until all arrays are open: they exist with the expected shapes; their contents are not checked."""
-        for name in self._opening:
+        """Waits until all arrays are open, so they exist with the expected shapes. Does not check their contents."""
+        for name in self._pending_opens:
             self._opened_store(name)
 
     def start(self, name: str, index: Sequence[slice]) -> tuple[np.ndarray, Any]:
-        """Starts to read a part of an array; the memory is filled when `finish` has returned."""
+        """Starts to read a part of an array; returns its memory, which `finish` fills, and the pending read."""
         store = self._opened_store(name)
         part = store[tuple(index)] if index else store
         memory = aligned(tuple(part.shape), store.dtype.numpy_dtype)
         return memory, ts.array(memory).write(part)
 
     def finish(self, name: str, reading: Any) -> None:
-        """Waits until a part of an array is read."""
+        """Waits until the `reading` that `start` returned for the array has filled its memory."""
         try:
             reading.result()
         except Exception as error:
@@ -68,19 +70,19 @@ class Reader:
         self.finish(name, reading)
         return memory
 
-    def pieces(self, name: str, most_bytes: int = 256 << 20) -> Iterator[tuple[Shape, np.ndarray]]:
-        """Yields the whole array in pieces, each with the index where it begins."""
+    def pieces(self, name: str, max_bytes: int = 256 << 20) -> Iterator[tuple[Shape, np.ndarray]]:
+        """Yields the whole array in pieces of about `max_bytes`, each after the index at which it begins."""
         array = self._arrays[name]
-        self._opened_store(name)  # checks the manifest's shape, before memory is allocated for it
-        for start, index in cut(array, most_bytes):
+        self._opened_store(name)  # checks the shape in the manifest before memory is allocated for it
+        for start, index in split_array(array, max_bytes):
             yield start, self.read(name, index)
 
-    def chunk(self, name: str) -> Shape:
-        """Returns the shape of a chunk, the smallest unit that is read from the files."""
+    def chunk_shape(self, name: str) -> Shape:
+        """Returns the shape of a chunk of the array, the smallest unit that can be read from the files."""
         return tuple(self._opened_store(name).chunk_layout.read_chunk.shape)
 
-    def content(self, name: str) -> str:
-        """Returns the digest of the array as it is in the files."""
+    def content_digest(self, name: str) -> str:
+        """Reads the array and returns its digest, which the manifest should contain."""
         shape = self._arrays[name].shape
         total = digest.ZERO
         for start, piece in self.pieces(name):
@@ -89,7 +91,7 @@ class Reader:
 
     def _opened_store(self, name: str) -> Any:
         try:
-            store = self._opening[name].result()
+            store = self._pending_opens[name].result()
         except Exception as error:
             raise _explain_error(name, error) from error
         array = self._arrays[name]
@@ -101,22 +103,23 @@ class Reader:
         return store
 
     def _start_opening(self, name: str) -> Any:
-        # All arrays of a part of the state share one index, so they share its cache.
+        # The arrays of a part of the state share one index, so let them share a cache of it.
         store = _key_value_store(self._root, name) | {"cache_pool": "cache_pool#index"}
         return ts.open({"driver": "zarr3", "kvstore": store}, context=self._context, open=True, read=True)
 
 
-def cut(array: Array, most_bytes: int) -> Iterator[tuple[Shape, tuple[slice, ...]]]:
-    """Splits an array along its leading dimensions into pieces of about `most_bytes`, in row-major order.
+def split_array(array: Array, max_bytes: int) -> Iterator[tuple[Shape, tuple[slice, ...]]]:
+    """Splits an array along its leading dimensions into pieces of about `max_bytes`, in row-major order.
 
-    Yields the start and the index of each piece.
+    Yields, for each piece, the index at which it begins and the slices that select it.
     """
     element_bytes = array.bytes // max(1, math.prod(array.shape))
-    most_elements = max(1, most_bytes // element_bytes)
+    max_elements = max(1, max_bytes // element_bytes)
     steps = []
     for dimension, extent in enumerate(array.shape):
-        inner = math.prod(array.shape[dimension + 1 :])
-        steps.append(min(max(1, extent), max(1, most_elements // max(1, inner))))
+        elements_per_index = math.prod(array.shape[dimension + 1 :])
+        indices_that_fit = max(1, max_elements // max(1, elements_per_index))
+        steps.append(min(max(1, extent), indices_that_fit))
     starts = (range(0, extent, step) for extent, step in zip(array.shape, steps, strict=True))
     for start in itertools.product(*starts):
         ends = zip(start, steps, array.shape, strict=True)
@@ -132,19 +135,21 @@ def aligned(shape: Shape, dtype: Any) -> np.ndarray:
 
 
 def _explain_error(name: str, error: Exception) -> UserError:
-    summary = _summary(error)
-    system = _SYSTEM_ERROR.search(str(error))
-    unreachable = system is not None and int(system[1]) not in NO_FILE
-    if unreachable or any(code in summary for code in _ACCESS_FAILURES) or isinstance(error, PermissionError):
+    """Returns `UserError` if the array cannot be accessed at the moment, and `DamagedError` if it is damaged."""
+    summary = _summarize_error(error)
+    system_error = _SYSTEM_ERROR.search(str(error))
+    is_system_failure = system_error is not None and int(system_error[1]) not in NO_FILE
+    is_bucket_failure = any(code in summary for code in _ACCESS_FAILURES)
+    if is_system_failure or is_bucket_failure or isinstance(error, PermissionError):
         return UserError(
-            f"array {name} of a checkpoint cannot be reached: {summary}; check that it is mounted and "
-            "readable and try again"
+            f"array {name} of a checkpoint cannot be reached: {summary}; check that the checkpoint is mounted and "
+            "readable, and try again"
         )
     return DamagedError(f"array {name} cannot be read: {summary}")
 
 
 class Writer:
-    """Writes the arrays of a new step directory. Raises `UserError` if it cannot be written."""
+    """Writes the arrays of a new step directory. Its methods raise `UserError` if an array cannot be written."""
 
     def __init__(self, path: StoragePath):
         self._path = path
@@ -153,14 +158,17 @@ class Writer:
         self._context = ts.Context()
 
     def create(self, name: str, shape: Shape, dtype: np.dtype) -> None:
-        """Creates an array whose chunks span whole trailing dimensions, so one layer of a stack can be read alone."""
+        """Creates an array.
+
+        A chunk spans one index of its first dimension, so one layer of a stack can be read alone.
+        """
         spec = {
             "driver": "zarr3",
             "kvstore": _key_value_store(url(self._path), name),
             "metadata": {
                 "shape": list(shape),
                 "data_type": dtype.name,
-                "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": _chunk(shape, dtype)}},
+                "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": _chunk_shape(shape, dtype)}},
             },
         }
         store = self._attempt(name, lambda: ts.open(spec, context=self._context, create=True, open=False).result())
@@ -176,7 +184,7 @@ class Writer:
         self._digests[name] = digest.add(self._digests[name], digest.block_digest(piece, start, shape))
 
     def finish(self) -> dict[str, Array]:
-        """Marks the arrays as written and returns their manifest entries. The caller commits."""
+        """Marks the arrays as written and returns their manifest entries, with which the caller commits the step."""
         publish(self._path / ORBAX_MARKER, "")
         return {
             name: Array(shape, dtype.name, digest.to_text(self._digests[name]))
@@ -184,18 +192,23 @@ class Writer:
         }
 
     def _attempt(self, name: str, action: Any) -> Any:
+        """Calls `action`, and raises its error as a `UserError` that names the array."""
         try:
             return action()
         except Exception as error:
-            raise UserError(f"array {name} cannot be written to {self._path}: {_summary(error)}") from error
+            raise UserError(f"array {name} cannot be written to {self._path}: {_summarize_error(error)}") from error
 
 
-def _chunk(shape: Shape, dtype: np.dtype) -> list[int]:
-    """Returns a chunk shape: 1 in leading dimensions, then as many as fit `_CHUNK_BYTES`, then whole dimensions."""
+def _chunk_shape(shape: Shape, dtype: np.dtype) -> list[int]:
+    """Returns the shape of a chunk of at most about `_CHUNK_BYTES`.
+
+    It has extent 1 in the leading dimensions and the full extent in the trailing ones. The dimension between them is
+    split so that the chunk fits. The first of several dimensions always has extent 1.
+    """
     chunk = [max(1, extent) for extent in shape]
     for dimension in range(len(chunk)):
-        inner = math.prod(chunk[dimension + 1 :]) * dtype.itemsize
-        chunk[dimension] = min(chunk[dimension], max(1, _CHUNK_BYTES // inner))
+        bytes_per_index = math.prod(chunk[dimension + 1 :]) * dtype.itemsize
+        chunk[dimension] = min(chunk[dimension], max(1, _CHUNK_BYTES // bytes_per_index))
         if chunk[dimension] > 1:
             break
     if len(shape) > 1:
@@ -205,9 +218,9 @@ def _chunk(shape: Shape, dtype: np.dtype) -> list[int]:
 
 def _key_value_store(root: str, name: str) -> dict[str, str]:
     """Returns TensorStore's key-value store spec of an array. Each part of a state has its own OCDBT database."""
-    part, _, rest = name.partition("/")
-    return {"driver": "ocdbt", "base": f"{root}/{part}/", "path": f"{rest.replace('/', '.')}/"}
+    part, _, name_in_part = name.partition("/")
+    return {"driver": "ocdbt", "base": f"{root}/{part}/", "path": f"{name_in_part.replace('/', '.')}/"}
 
 
-def _summary(error: Exception) -> str:
+def _summarize_error(error: Exception) -> str:
     return str(error).strip().splitlines()[0][:300]

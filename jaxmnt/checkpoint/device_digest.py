@@ -27,20 +27,24 @@ from jaxmnt.checkpoint.digest import (
 
 @dataclass(frozen=True)
 class Digests:
-    """Digests in progress. The arrays may be donated meanwhile."""
+    """Digests that the devices are computing. The digested arrays may be donated in the meantime."""
 
     pieces: dict[str, Array]
-    """For each name a uint32 [devices, 2] of what each device holds, so that replicas can be compared as well."""
-    firsts: dict[str, list[jax.Device]]
+    """By array name, uint32 [devices, 2]: the digest of the piece that each device holds, so replicas can be
+    compared."""
+    first_holders: dict[str, list[jax.Device]]
     """The devices of this process that hold the first copy of a piece, by array name."""
 
     def wait(self) -> dict[str, Lanes]:
-        """Waits for the digests and returns this process's share of each."""
+        """Waits for the digests and returns this process's share of each, by array name.
+
+        The shares add up to the digest.
+        """
         shares = {}
         for name, sums in self.pieces.items():
             lanes_of = {shard.device: np.asarray(shard.data)[0] for shard in sums.addressable_shards}
             total = ZERO
-            for device in self.firsts[name]:
+            for device in self.first_holders[name]:
                 first, second = lanes_of[device]
                 total = add(total, (int(first), int(second)))
             shares[name] = total
@@ -48,40 +52,43 @@ class Digests:
 
 
 def start_digests(arrays: Mapping[str, Array]) -> Digests:
-    """Dispatches the digests of `arrays`, which are on a mesh, and returns at once."""
-    firsts = {
+    """Starts to compute the digests of `arrays`, which are on a mesh, without waiting for them."""
+    first_holders = {
         name: [shard.device for shard in array.addressable_shards if shard.replica_id == 0]
         for name, array in arrays.items()
     }
     shardings = tuple((name, array.sharding) for name, array in sorted(arrays.items()))
-    return Digests(_program(shardings)(dict(arrays)), firsts)
+    return Digests(_digest_program(shardings)(dict(arrays)), first_holders)
 
 
 @functools.lru_cache(maxsize=64)
-def _program(shardings: tuple[tuple[str, NamedSharding], ...]) -> Any:
-    """Returns one compiled function for all arrays, so that the compile cache has a single entry."""
+def _digest_program(shardings: tuple[tuple[str, NamedSharding], ...]) -> Any:
+    """Returns one compiled function that digests all arrays, so that the compile cache has a single entry."""
 
     def digest(arrays: dict[str, Array]) -> dict[str, Array]:
-        return {name: _pieces(sharding)(arrays[name]) for name, sharding in shardings}
+        return {name: _piece_digester(sharding)(arrays[name]) for name, sharding in shardings}
 
     return jax.jit(digest)
 
 
 @functools.lru_cache(maxsize=512)
-def _pieces(sharding: NamedSharding) -> Any:
-    """Returns a function from an array to uint32 [devices, 2], traced once per sharding, shape and dtype."""
+def _piece_digester(sharding: NamedSharding) -> Any:
+    """Returns a function that digests each piece of an array with this sharding, as uint32 [devices, 2].
+
+    It is traced once per sharding, shape and dtype.
+    """
     mesh, spec = sharding.mesh, sharding.spec
     assert isinstance(mesh, Mesh)
 
     def digest(array: Array) -> Array:
-        inside = jax.shard_map(
+        digest_pieces = jax.shard_map(
             lambda piece: _digest_piece(piece, array.shape, spec),
             mesh=mesh,
             in_specs=spec,
             out_specs=P(mesh.axis_names),
             check_vma=False,
         )
-        return inside(jax.device_put(array, sharding.with_memory_kind("device")))
+        return digest_pieces(jax.device_put(array, sharding.with_memory_kind("device")))
 
     return jax.jit(digest)
 
@@ -90,22 +97,22 @@ def _digest_piece(piece: Array, shape: tuple[int, ...], spec: P) -> Array:
     """Returns uint32 [1, 2]: the digest of this device's piece of an array of `shape` (formula in `digest.py`)."""
     # Row-major index of each element in the whole array, modulo 2^32.
     index = jnp.zeros(piece.shape, jnp.uint32)
-    names = [*spec, *[None] * (len(shape) - len(spec))]
-    for dimension, (axes, stride) in enumerate(zip(names, row_major_strides(shape), strict=True)):
-        here = jax.lax.broadcasted_iota(jnp.uint32, piece.shape, dimension)
+    mesh_axes = [*spec, *[None] * (len(shape) - len(spec))]
+    for dimension, (axes, stride) in enumerate(zip(mesh_axes, row_major_strides(shape), strict=True)):
+        local_index = jax.lax.broadcasted_iota(jnp.uint32, piece.shape, dimension)
         if axes:  # the dimension is split, and this device has one of its blocks
-            here = here + jax.lax.axis_index(axes).astype(jnp.uint32) * jnp.uint32(piece.shape[dimension])
-        index = index + here * jnp.uint32(stride)
-    # First lane: the bits and the index, mixed by a bijection.
+            local_index = local_index + jax.lax.axis_index(axes).astype(jnp.uint32) * jnp.uint32(piece.shape[dimension])
+        index = index + local_index * jnp.uint32(stride)
+    # First lane: the bits of the element and its index, mixed by a bijection.
     words = jax.lax.bitcast_convert_type(piece, UNSIGNED[piece.dtype.itemsize]).astype(jnp.uint32)
     h = words + index * KEY
     for shift, factor in MIX:
         h = h ^ (h >> shift)
         h = h * factor if factor else h
-    # Second lane: mixed once more, independently of the first.
+    # Second lane: the first lane, mixed once more with the bits of the element.
     second = (h ^ words) * SECOND_FACTOR
     second = second ^ (second >> SECOND_SHIFT)
     # A single reduction with two results is three times as fast on CPU as two reductions.
     zero = jnp.uint32(0)
-    pair = lambda a, b: (a[0] + b[0], a[1] + b[1])
-    return jnp.stack(jax.lax.reduce((h, second), (zero, zero), pair, tuple(range(piece.ndim))))[None]
+    add_lanes = lambda a, b: (a[0] + b[0], a[1] + b[1])
+    return jnp.stack(jax.lax.reduce((h, second), (zero, zero), add_lanes, tuple(range(piece.ndim))))[None]

@@ -1,10 +1,11 @@
 """Digest of an array: a sum over its elements, so that it can be computed in any pieces and on any sharding.
 
-    digest(x) = Σ over i of (mix(bits of x_i + i · c), mix' of the same)   modulo 2^32, two lanes
+    digest(x) = Σ over i of (m_i, mix'(m_i ^ x_i)), with m_i = mix(x_i + i · c)   modulo 2^32, in two lanes
 
-i is the element's row-major index in the whole array, c is odd, and `mix` is a bijection of 32 bits. So a change of a
-single element always changes the first lane; any other change is missed with a probability of 2^-64. The digest
-detects damage, not deliberate forgery. This module uses NumPy only; `device_digest.py` computes the same in JAX.
+Here x_i is the bits of the element with row-major index i in the whole array, c is odd, and `mix` is a bijection of 32
+bits. So a change of a single element always changes the first lane. Any other change is missed with a probability of
+2^-64. The digest detects damage, not deliberate forgery. This module uses NumPy only; `device_digest.py` computes the
+same in JAX.
 """
 
 import hashlib
@@ -19,14 +20,15 @@ ZERO: Lanes = (0, 0)
 
 KEY = np.uint32(0x9E3779B1)
 MIX = ((16, np.uint32(0x2C1B3C6D)), (15, np.uint32(0x297A2D39)), (15, np.uint32(0)))
-"""Steps of `mix`: x ^= x >> shift, then a multiplication by the odd factor (0: none). Each step is invertible."""
+"""The (shift, factor) of each step of `mix`: x ^= x >> shift, then x *= factor. The factor is odd; 0 means that there
+is no multiplication. So each step is invertible."""
 SECOND_FACTOR, SECOND_SHIFT = np.uint32(0x85EBCA6B), 16
 
 UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 """Unsigned type with the bits of an element, by its size in bytes."""
 
-_BLOCK = 1 << 15
-"""Elements per block: the temporaries of a block stay in a core's cache."""
+_BLOCK_ELEMENTS = 1 << 15
+"""Number of elements that are processed at once, so that their temporaries stay in a core's cache."""
 
 
 def block_digest(block: np.ndarray, start: Sequence[int], shape: Sequence[int]) -> Lanes:
@@ -34,29 +36,30 @@ def block_digest(block: np.ndarray, start: Sequence[int], shape: Sequence[int]) 
     if block.size == 0:
         return ZERO
     strides = row_major_strides(shape)
-    # The bits of the elements, as a matrix whose rows run along the last dimension.
+    # View the bits of the elements as a matrix whose rows run along the last dimension.
     words = np.ascontiguousarray(block).view(UNSIGNED[block.dtype.itemsize])
     words = words.reshape(-1, block.shape[-1] if block.ndim else 1)
-    # The index of an element in the whole array is the sum of its row's part and its column.
-    rows: np.ndarray = np.zeros(block.shape[:-1], np.uint32)
+    # The index of an element in the whole array is the sum of the index of its row and its column.
+    row_indices: np.ndarray = np.zeros(block.shape[:-1], np.uint32)
     for dimension in range(block.ndim - 1):
-        along = (np.arange(block.shape[dimension], dtype=np.uint64) + start[dimension]) * strides[dimension]
-        rows += along.astype(np.uint32).reshape([-1 if d == dimension else 1 for d in range(block.ndim - 1)])
-    rows = rows.reshape(-1, 1)
-    columns = (np.arange(words.shape[1], dtype=np.uint64) + (start[-1] if block.ndim else 0)).astype(np.uint32)
+        indices = (np.arange(block.shape[dimension], dtype=np.uint64) + start[dimension]) * strides[dimension]
+        broadcast_shape = [-1 if d == dimension else 1 for d in range(block.ndim - 1)]
+        row_indices += indices.astype(np.uint32).reshape(broadcast_shape)
+    row_indices = row_indices.reshape(-1, 1)
+    column_indices = (np.arange(words.shape[1], dtype=np.uint64) + (start[-1] if block.ndim else 0)).astype(np.uint32)
     total = ZERO
-    width = min(_BLOCK, words.shape[1])
-    height = max(1, _BLOCK // width)
+    width = min(_BLOCK_ELEMENTS, words.shape[1])
+    height = max(1, _BLOCK_ELEMENTS // width)
     for row in range(0, words.shape[0], height):
         for column in range(0, words.shape[1], width):
             piece = words[row : row + height, column : column + width].astype(np.uint32)
-            index = rows[row : row + height] + columns[column : column + width]
+            index = row_indices[row : row + height] + column_indices[column : column + width]
             total = add(total, _lanes(piece, index))
     return total
 
 
 def _lanes(words: np.ndarray, index: np.ndarray) -> Lanes:
-    """Returns both sums over the elements with these bits and indices. Overwrites `index`."""
+    """Returns both lanes of the digest of elements, from their bits (`words`) and indices. Overwrites `index`."""
     h = index
     shifted = np.empty_like(words)
     h *= KEY
@@ -86,12 +89,15 @@ def from_text(text: str) -> Lanes:
 
 
 def encode(shares: Mapping[str, Lanes]) -> str:
-    """Encodes a process's shares of the digests as text for the other processes, in order of their names."""
+    """Encodes a process's shares of the digests as text for the other processes, in order of the array names."""
     return "".join(to_text(shares[name]) for name in sorted(shares))
 
 
 def decode(names: Sequence[str], texts: Sequence[str]) -> dict[str, str]:
-    """Returns the complete digest of each name from the texts of all processes. `names` must be sorted."""
+    """Adds up the encoded shares of all processes. Returns the complete digest of each array by name.
+
+    `names` must be sorted, and `texts` has what `encode` returned in each process.
+    """
     digests = {}
     for i, name in enumerate(names):
         total = ZERO

@@ -22,18 +22,19 @@ from jaxmnt.storage import StoragePath
 from jaxmnt.strict_json import json_text
 
 
-def verify(path: StoragePath, run: str | None, tell: Callable[[str], None] = lambda name: None) -> Committed:
-    """Reads every array of a checkpoint and compares it with its digest; calls `tell` with the name of each array.
+def verify(path: StoragePath, run: str | None, note_array: Callable[[str], None] = lambda name: None) -> Committed:
+    """Reads every array of a checkpoint and compares it with its digest. Calls `note_array` with the name of each
+    array.
 
-    Raises `DamagedError` with everything that is wrong, and `OtherFormatError`.
+    Raises `DamagedError`, which lists all damaged arrays, and `OtherFormatError`.
     """
     checkpoint = open_checkpoint(path, run)
     reader = Reader(checkpoint)
     wrong = []
     for name, array in sorted(checkpoint.manifest.arrays.items()):
-        tell(name)
+        note_array(name)
         try:
-            if reader.content(name) != array.content:
+            if reader.content_digest(name) != array.content:
                 wrong.append(f"array {name} is not what was saved: its digest differs")
         except DamagedError as damage:
             wrong.append(str(damage))
@@ -42,11 +43,12 @@ def verify(path: StoragePath, run: str | None, tell: Callable[[str], None] = lam
     return checkpoint
 
 
-_INDEX = "model.safetensors.index.json"
-_CONFIG = "jaxmnt-config.json"
-_TOKENIZER_INFO = "jaxmnt-tokenizer.json"
+_INDEX_FILE = "model.safetensors.index.json"
+_CONFIG_FILE = "jaxmnt-config.json"
+_TOKENIZER_INFO_FILE = "jaxmnt-tokenizer.json"
 _EXPORTED_NAME = re.compile(
-    rf"model(-[0-9]+-of-[0-9]+)?\.safetensors|{_INDEX}|{_CONFIG}|{_TOKENIZER_INFO}|{TOKENIZER_FILE}|\.tmp[0-9A-Za-z]+"
+    rf"model(-[0-9]+-of-[0-9]+)?\.safetensors|{_INDEX_FILE}|{_CONFIG_FILE}|{_TOKENIZER_INFO_FILE}|{TOKENIZER_FILE}"
+    r"|\.tmp[0-9A-Za-z]+"
 )
 """Names of the files that an export writes, including safetensors' temporary files."""
 
@@ -55,14 +57,15 @@ def export(
     checkpoint: Committed,
     folder: Path,
     file_bytes: int,
-    tell: Callable[[str], None] = lambda name: None,
+    note_array: Callable[[str], None] = lambda name: None,
     tokenizer: RunTokenizer | None = None,
 ) -> list[Path]:
     """Writes the parameters into a new `folder`, in files of about `file_bytes` with an index. No array is split.
 
-    Names are those of the checkpoint without `params/`, joined by dots; layers stay stacked in their first dimension.
-    The folder also gets the config and the tokenizer: its description, and its tokenizer.json if it has one. Each
-    array is compared with its digest first. Returns the safetensors files.
+    Arrays have their names in the checkpoint without `params/`, joined by dots. Layers stay stacked in the first
+    dimension. The folder also contains the config and the tokenizer: its description, and its tokenizer.json if it has
+    one. Each array is compared with its digest before it is written. Calls `note_array` with the name of each array.
+    Returns the paths of the safetensors files.
 
     Raises `DamagedError`, and `ConfigError` if the folder exists.
     """
@@ -71,16 +74,16 @@ def export(
     manifest = checkpoint.manifest
     names = [name for name in sorted(manifest.arrays) if name.startswith("params/")]
     groups: list[list[str]] = [[]]
-    room = file_bytes
+    room_bytes = file_bytes
     for name in names:
-        if groups[-1] and manifest.arrays[name].bytes > room:
+        if groups[-1] and manifest.arrays[name].bytes > room_bytes:
             groups.append([])
-            room = file_bytes
+            room_bytes = file_bytes
         groups[-1].append(name)
-        room -= manifest.arrays[name].bytes
-    with _temporary_folder(folder) as building:
-        _write(building, checkpoint, groups, tell, tokenizer)
-        building.rename(folder)
+        room_bytes -= manifest.arrays[name].bytes
+    with _temporary_folder(folder) as temporary_folder:
+        _write(temporary_folder, checkpoint, groups, note_array, tokenizer)
+        temporary_folder.rename(folder)
     return sorted(folder.glob("*.safetensors"))
 
 
@@ -88,82 +91,90 @@ def export(
 def _temporary_folder(folder: Path) -> Iterator[Path]:
     """Yields a new folder that the caller renames to `folder`.
 
-    Removes it if the export fails. If the export is killed, the next export removes it.
+    Removes the new folder if the export fails. If the export is killed, the next export removes it.
     """
-    building = folder.with_name(f".{folder.name}.building")
-    if os.path.lexists(building):
-        _remove_leftover(building)
-    building.mkdir(parents=True)
-    lock = os.open(building, os.O_RDONLY)
+    temporary_folder = folder.with_name(f".{folder.name}.building")
+    if os.path.lexists(temporary_folder):
+        _remove_leftover(temporary_folder)
+    temporary_folder.mkdir(parents=True)
+    lock = os.open(temporary_folder, os.O_RDONLY)
     try:
-        with suppress(OSError):  # some network file systems have no locks
+        with suppress(OSError):  # some network file systems do not support locks
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield building
+        yield temporary_folder
     except BaseException:
-        shutil.rmtree(building, ignore_errors=True)
+        shutil.rmtree(temporary_folder, ignore_errors=True)
         raise
     finally:
         os.close(lock)
 
 
-def _remove_leftover(building: Path) -> None:
-    """Removes the folder of an export that was killed. Raises `ConfigError` if it is something else, or in use."""
-    what = None
-    if building.is_symlink() or not building.is_dir():
-        what = "no folder"
+def _remove_leftover(temporary_folder: Path) -> None:
+    """Removes the folder of an export that was killed.
+
+    Raises `ConfigError` if the folder is something else, or if another process is exporting there.
+    """
+    content = None
+    if temporary_folder.is_symlink() or not temporary_folder.is_dir():
+        content = "not a folder"
     else:
-        names = sorted(path.name for path in building.iterdir())
-        foreign = next((name for name in names if not _EXPORTED_NAME.fullmatch(name)), None)
-        if foreign is not None:
-            what = f"a folder with {printable(foreign)}"
-    if what is not None:
-        raise ConfigError(f"{building} is in the way: it is {what}, not left by an export; move it, or name another")
-    lock = os.open(building, os.O_RDONLY)
+        names = sorted(path.name for path in temporary_folder.iterdir())
+        foreign_name = next((name for name in names if not _EXPORTED_NAME.fullmatch(name)), None)
+        if foreign_name is not None:
+            content = f"a folder with {printable(foreign_name)}"
+    if content is not None:
+        raise ConfigError(
+            f"{temporary_folder} is in the way: it is {content}, not left by an export; move it, or choose "
+            "another folder"
+        )
+    lock = os.open(temporary_folder, os.O_RDONLY)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise ConfigError(f"{building}: another process is exporting there; wait for it, or name another") from None
+        raise ConfigError(
+            f"another process is exporting into {temporary_folder}; wait for it, or choose another folder"
+        ) from None
     except OSError:
         pass  # a file system without locks
     finally:
         os.close(lock)
-    shutil.rmtree(building)
+    shutil.rmtree(temporary_folder)
 
 
 def _write(
-    building: Path,
+    temporary_folder: Path,
     checkpoint: Committed,
     groups: list[list[str]],
-    tell: Callable[[str], None],
+    note_array: Callable[[str], None],
     tokenizer: RunTokenizer | None,
 ) -> None:
-    """Writes everything into `building`, with one file of arrays for each group of names."""
+    """Writes the whole export into `temporary_folder`, with one safetensors file for each group of array names."""
     manifest = checkpoint.manifest
     names = [name for group in groups for name in group]
     reader = Reader(checkpoint, names)
     weight_map = {}
     for number, group in enumerate(groups):
-        path = building / (
+        path = temporary_folder / (
             f"model-{number + 1:05d}-of-{len(groups):05d}.safetensors" if len(groups) > 1 else "model.safetensors"
         )
         tensors = {}
         for name in group:
-            tell(name)
+            note_array(name)
             tensors[_dotted(name)] = _read_verified(reader, checkpoint, name)
             weight_map[_dotted(name)] = path.name
         save_file(tensors, path, metadata={"format": "np", "run": manifest.run, "step": str(manifest.step)})
     total = sum(manifest.arrays[name].bytes for name in names)
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (building / _INDEX).write_text(json_text(index, indent=1, sort_keys=True) + "\n", encoding="utf-8")
-    (building / _CONFIG).write_text(json_text(manifest.config, indent=1) + "\n", encoding="utf-8")
+    (temporary_folder / _INDEX_FILE).write_text(json_text(index, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    (temporary_folder / _CONFIG_FILE).write_text(json_text(manifest.config, indent=1) + "\n", encoding="utf-8")
     if tokenizer is not None:
         info = {"tokenizer": tokenizer.description, "vocab_size": tokenizer.vocab_size}
-        (building / _TOKENIZER_INFO).write_text(json_text(info, indent=1) + "\n", encoding="utf-8")
+        (temporary_folder / _TOKENIZER_INFO_FILE).write_text(json_text(info, indent=1) + "\n", encoding="utf-8")
         if tokenizer.text is not None:
-            (building / TOKENIZER_FILE).write_bytes(tokenizer.text.encode())
+            (temporary_folder / TOKENIZER_FILE).write_bytes(tokenizer.text.encode())
     # safetensors makes its files readable by their owner only, whatever the umask: give them the index's permissions.
-    for path in sorted(building.glob("*.safetensors")):
-        path.chmod((building / _INDEX).stat().st_mode & 0o777)
+    for path in sorted(temporary_folder.glob("*.safetensors")):
+        path.chmod((temporary_folder / _INDEX_FILE).stat().st_mode & 0o777)
 
 
 def _read_verified(reader: Reader, checkpoint: Committed, name: str) -> np.ndarray:

@@ -1,7 +1,7 @@
 """The sealed manifest of a checkpoint: its run, its step and the arrays and files that it must contain.
 
-`jaxmnt.json` is written last, so it is also the commit marker. Its seal is a SHA-256 of its content. An unknown format
-version is refused before anything else is interpreted.
+`jaxmnt.json` is written last, so it is also the commit marker. Its seal is a SHA-256 of its content. A manifest of an
+unknown format version is refused before the rest of it is interpreted.
 """
 
 import json
@@ -22,11 +22,12 @@ from jaxmnt.strict_json import finite, json_text
 MANIFEST_FILE = "jaxmnt.json"
 FORMAT_VERSION = 2
 _BRANCH_VERSION = 3
-"""Format version of a branch's checkpoints, whose lineage has rows of the data; version 2 cannot represent these."""
+"""Format version of a branch's checkpoints, whose lineage contains row numbers of the data; version 2 cannot
+represent these."""
 
 
 class DamagedError(UserError):
-    """Raised for a checkpoint that differs from what was committed. The text says what is damaged and how it shows."""
+    """Raised for a checkpoint that differs from what was committed. The message says what is damaged, and how."""
 
 
 class OtherFormatError(ConfigError):
@@ -35,7 +36,7 @@ class OtherFormatError(ConfigError):
 
 @dataclass(frozen=True)
 class Array:
-    """One array of a checkpoint, under its name PART/KEY/KEY…"""
+    """The description of an array. The manifest has it under the array's name, PART/KEY/KEY…"""
 
     shape: tuple[int, ...]
     dtype: str
@@ -49,24 +50,24 @@ class Array:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The description of a checkpoint that is stored with it."""
+    """The description of a checkpoint, which is stored with it."""
 
     run: str
     """The run's id."""
     step: int
     arrays: dict[str, Array]
     config: dict[str, Any]
-    """The resolved config of the run when it was saved."""
+    """The run's resolved config when the checkpoint was saved."""
     tokens: int
-    """Number of targets trained on, without padding."""
+    """Number of targets that the run has trained on, without padding."""
     data: dict[str, str]
-    """Digest of each data source."""
+    """Digest of each data source, by name."""
     loss: float | None
     """Held-out loss at this step; None if it was not evaluated."""
     lineage: list[dict[str, Any]]
     """The runs and steps that this run was forked from, newest first."""
     time: float = 0.0
-    """Unix seconds of the commit."""
+    """Time of the commit, in Unix seconds."""
     jaxmnt: str = __version__
     libraries: dict[str, str] = field(default_factory=dict)
 
@@ -84,13 +85,19 @@ class Manifest:
         return json_digest(self.config)
 
     def bound_digest(self, name: str, content: str | None = None) -> str:
-        """Returns the digest of an array (or of another `content` for it) bound to its name, step and run."""
+        """Returns a digest that binds an array's content to its name, shape and dtype, and to the step and the run.
+
+        `content` is the digest of the content; None means the one in this manifest.
+        """
         array = self.arrays[name]
         return digest.bound(content or array.content, self.run, self.step, name, array.shape, array.dtype)
 
 
 def write(directory: StoragePath, manifest: Manifest, files: dict[str, list[Any]]) -> None:
-    """Commits a checkpoint by publishing its manifest, with `files` as `{path: [bytes, SHA-256 or null]}`."""
+    """Commits a checkpoint by publishing its manifest.
+
+    `files` has `[size in bytes, SHA-256 or None]` of each file, by the file's path in `directory`.
+    """
     version = _BRANCH_VERSION if any("row" in parent for parent in manifest.lineage) else FORMAT_VERSION
     record = finite({"format": version, "manifest": to_plain(manifest), "files": files})
     record["seal"] = json_digest(record)
@@ -98,7 +105,7 @@ def write(directory: StoragePath, manifest: Manifest, files: dict[str, list[Any]
 
 
 def read(directory: StoragePath) -> tuple[Manifest, dict[str, list[Any]]]:
-    """Returns the manifest of a checkpoint, and its files.
+    """Returns the manifest of a checkpoint, and its files as in `write`.
 
     Raises `DamagedError` if the manifest is missing or differs from what was written, and `OtherFormatError`.
     """
@@ -113,14 +120,14 @@ def read(directory: StoragePath) -> tuple[Manifest, dict[str, list[Any]]]:
     version = record.get("format")
     seal = record.pop("seal", None)
     sealed = seal == json_digest(record)
-    # The first version had no seal; every later version has this one. Anything else is damage, not another version.
+    # The first version had no seal, and all later versions have this one. Anything else is damage, not another version.
     supported = version in (FORMAT_VERSION, _BRANCH_VERSION)
     if type(version) is int and 0 < version < 1000 and not supported and (sealed or seal is None):
         newer = version > _BRANCH_VERSION
         raise OtherFormatError(
-            f"checkpoint {directory} has format version {version}, this jaxmnt ({__version__}) reads {FORMAT_VERSION} "
-            f"and {_BRANCH_VERSION}; "
-            f"{'use a newer' if newer else 'use the older'} jaxmnt, or choose another directory"
+            f"checkpoint {directory} has format version {version}, but this jaxmnt ({__version__}) reads "
+            f"{FORMAT_VERSION} and {_BRANCH_VERSION}; use {'a newer' if newer else 'an older'} jaxmnt, or choose "
+            "another directory"
         )
     if not sealed or not supported:
         raise DamagedError(f"its {MANIFEST_FILE} is damaged: its seal does not match its content")
@@ -132,7 +139,7 @@ def read(directory: StoragePath) -> tuple[Manifest, dict[str, list[Any]]]:
     for name, array in record["manifest"]["arrays"].items():
         if manifest.bound_digest(name) != array["digest"]:
             raise DamagedError(
-                f"its {MANIFEST_FILE} is damaged: the digest of {name} is not of this array, step and run"
+                f"its {MANIFEST_FILE} is damaged: the digest of {name} does not belong to this array, step and run"
             )
     return manifest, record["files"]
 
@@ -140,19 +147,21 @@ def read(directory: StoragePath) -> tuple[Manifest, dict[str, list[Any]]]:
 def first_problem(error: ValidationError) -> str:
     """Describes the first validation error of a record in one line."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    field_path = ".".join(str(part) for part in first["loc"]) or "all of it"
+    field_path = ".".join(str(part) for part in first["loc"]) or "the whole record"
     return printable(f"{field_path[:200]}: {first['msg'][0].lower()}{first['msg'][1:]}")
 
 
 def from_plain(fields: dict[str, Any]) -> Manifest:
-    """Returns the manifest with these plain fields, the inverse of `to_plain`."""
+    """Returns the manifest that `to_plain` has turned into these fields."""
     fields = dict(fields)
-    arrays = {name: Array(tuple(a["shape"]), a["dtype"], a["content"]) for name, a in fields["arrays"].items()}
+    arrays = {
+        name: Array(tuple(array["shape"]), array["dtype"], array["content"]) for name, array in fields["arrays"].items()
+    }
     return Manifest(**{**fields, "arrays": arrays})
 
 
 def to_plain(manifest: Manifest) -> dict[str, Any]:
-    """Returns the fields as plain JSON types, each array with its bound digest."""
+    """Returns the manifest's fields as plain JSON types, and with each array its bound digest."""
     fields = asdict(manifest)
     for name, array in fields["arrays"].items():
         array["digest"] = manifest.bound_digest(name)
@@ -162,7 +171,7 @@ def to_plain(manifest: Manifest) -> dict[str, Any]:
 _ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int32": 4, "uint32": 4, "int8": 1, "uint8": 1, "bool": 1}
 
 
-# The schema of a sealed record. Anybody can compute a seal, so a sealed record is validated like any other input.
+# The schema of a sealed record. A seal does not prove who wrote a record, so the record is validated like any input.
 
 _Text = Annotated[str, Field(max_length=4096)]
 _Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+(/[A-Za-z0-9_-]+)*$", max_length=1000)]
@@ -180,9 +189,10 @@ class Parent(_Strict):
     step: _Count
     path: _Text
     row: _Count | None = None
-    """Rows that the parent had used; None in branches made by earlier versions."""
+    """Number of rows that the parent had read at `step`; None in branches made by earlier versions."""
     used: dict[_Text, _Count] | None = None
-    """Rows used of each source."""
+    """Number of rows that the parent had read from each data source at `step`, by the source's name; None as for
+    `row`."""
 
 
 class _Array(_Strict):
@@ -213,9 +223,9 @@ class _Record(_Strict):
 
     @field_validator("files")
     @classmethod
-    def _inside(cls, files: dict[str, Any]) -> dict[str, Any]:
+    def _check_inside(cls, files: dict[str, Any]) -> dict[str, Any]:
         for name in files:
             path = PurePosixPath(name)
             if "\0" in name or name != str(path) or {"/", ".", ".."} & {*path.parts, name}:
-                raise ValueError(f"{name!r} is not a file of a checkpoint")
+                raise ValueError(f"{name!r} is not the path of a file in a checkpoint")
         return files

@@ -10,8 +10,8 @@ Tree = dict[str, Any]
 _KEY = re.compile(r"[A-Za-z0-9_-]+")
 
 
-def named(state: Tree) -> dict[str, Any]:
-    """Returns the leaves of a state by name, sorted."""
+def arrays_by_name(state: Tree) -> dict[str, Any]:
+    """Returns the leaves of a state by their names, in the order of these."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(state)
     by_name = {_name(path): leaf for path, leaf in leaves}
     assert len(by_name) == len(leaves), "two arrays of the state have the same name"
@@ -19,30 +19,30 @@ def named(state: Tree) -> dict[str, Any]:
 
 
 def unflatten_like(state: Tree, arrays: dict[str, Any]) -> Tree:
-    """Returns `arrays`, which are by name, in the containers of `state`."""
+    """Returns a tree with the structure of `state`, with the array that `arrays` has under the name of each leaf."""
     tree: Tree = jax.tree_util.tree_map_with_path(lambda path, _: arrays[_name(path)], state)
     return tree
 
 
-def nested(arrays: dict[str, Any]) -> Tree:
-    """Returns the arrays as nested dicts, one level for each part of a name."""
+def nested_arrays(arrays: dict[str, Any]) -> Tree:
+    """Returns the arrays in nested dicts, with one level for each part of their names."""
     tree: Tree = {}
     for name, array in arrays.items():
         *parents, last = name.split("/")
         node = tree
         for parent in parents:
             node = node.setdefault(parent, {})
-        assert last not in node, f"{name} is an array and a group of arrays"
+        assert last not in node, f"{name} is both an array and a group of arrays"
         node[last] = array
     return tree
 
 
 def _name(path: tuple[Any, ...]) -> str:
-    return "/".join(map(_key, path))
+    return "/".join(map(_key_text, path))
 
 
-def _key(entry: Any) -> str:
-    """Returns a key as text, without dots: Orbax joins keys by dots and would store "a.b" and a→b in one place."""
+def _key_text(entry: Any) -> str:
+    """Returns a key as text. It has no dots, because Orbax joins keys by dots and would store "a.b" and a→b alike."""
     key = jax.tree_util.keystr((entry,), simple=True)
     assert _KEY.fullmatch(key), f"{key!r} cannot be part of an array's name"
     return key

@@ -29,64 +29,65 @@ from jaxmnt.storage import StoragePath, is_link, is_there, read, storage_path
 CHECKPOINTS = "checkpoints"
 RUN_FILE = "run.json"
 HUGGING_FACE_FILE = "config.json"
-"""A file that a Hugging Face model folder has, and a run directory does not."""
+"""A file that exists in the folder of a Hugging Face model, but not in a run directory."""
 BEST = "best"
 YAML_ERRORS = (yaml.YAMLError, ValueError, RecursionError)
-"""Errors that reading YAML may raise if the file contains something else."""
+"""Errors that the reading of YAML may raise if the file contains something else."""
 
 
 def find(text: str, argument: str) -> Committed:
     """Returns the valid checkpoint that `text` names: the newest one if `text` is a run without a step.
 
-    Raises `ConfigError`, which names `argument`, if there is none or it is not valid.
+    Raises `ConfigError` if there is no such checkpoint or it is not valid. The error names `argument`, the option or
+    config key that `text` was given for.
     """
     path = locate(text, argument)
     if path is None:
         root = checkpoint_root_of(text) / CHECKPOINTS
         newest = newest_valid(root)
         if newest is None:
-            raise ConfigError(f"{argument}: {root} has no whole checkpoint; name another run")
+            raise ConfigError(f"{argument}: {root} has no valid checkpoint; name another run")
         return newest
     try:
         return open_checkpoint(path)
     except DamagedError as damage:
-        raise ConfigError(f"{argument}: checkpoint {path} is not whole: {damage}; name another") from damage
+        raise ConfigError(f"{argument}: checkpoint {path} is not valid: {damage}; name another") from damage
 
 
 def locate(text: str, argument: str) -> StoragePath | None:
-    """Returns the directory of the checkpoint that `text` names; None if it names a run without a step."""
-    run, at, named_step = text.rpartition("@")
+    """Returns the directory of the checkpoint that `text` names; None if `text` is a run without a step."""
+    run, separator, step_text = text.rpartition("@")
     # RUN@STEP
-    step = step_of(named_step)
-    if at and step is not None:
+    step = step_of(step_text)
+    if separator and step is not None:
         root = checkpoint_root_of(run) / CHECKPOINTS
         path = root / str(step)
         if not path.is_dir():
             steps = ", ".join(str(number) for number, _ in step_directories(root)) or "none"
             raise ConfigError(f"{argument}: {root} has no checkpoint of step {step}; there are: {steps}")
         return path
-    # A checkpoint's own directory. It comes before RUN@best, because a directory's name may contain an @.
-    named = storage_path(text)
-    if (named / MANIFEST_FILE).exists():
-        return named
-    if at and named_step == BEST and not is_there(named):
-        return _best(checkpoint_root_of(run) / CHECKPOINTS, argument)
+    # A checkpoint's own directory. Check for it before RUN@best, because a directory's name may contain an @.
+    path = storage_path(text)
+    if (path / MANIFEST_FILE).exists():
+        return path
+    if separator and step_text == BEST and not is_there(path):
+        return _best_checkpoint(checkpoint_root_of(run) / CHECKPOINTS, argument)
     # RUN
     run_root = checkpoint_root_of(text)
     if (run_root / CHECKPOINTS).is_dir():
         return None
     if (run_root / RUN_FILE).exists():
         raise ConfigError(f"{argument}: {run_root} has no checkpoint yet; train until there is one")
-    hint = "; after @ comes a step, or best" if at else ""
+    hint = "; after @ give a step, or best" if separator else ""
     folder = text.removeprefix("hf:")
     if folder != text or is_there(run_root / HUGGING_FACE_FILE):
         raise ConfigError(
             f"{argument}: {text} must be a run: make one with python -m jaxmnt.convert from-hf {folder} RUN"
         )
-    raise ConfigError(f"{argument}: {named} is neither a run directory nor a checkpoint; check the path{hint}")
+    raise ConfigError(f"{argument}: {path} is neither a run directory nor a checkpoint; check the path{hint}")
 
 
-def _best(root: StoragePath, argument: str) -> StoragePath:
+def _best_checkpoint(root: StoragePath, argument: str) -> StoragePath:
     """Returns the directory of the valid checkpoint with the lowest held-out loss.
 
     Raises `ConfigError` if no checkpoint has a held-out loss.
@@ -94,42 +95,47 @@ def _best(root: StoragePath, argument: str) -> StoragePath:
     if not root.is_dir():
         raise ConfigError(f"{argument}: {root.parent} is not a run directory with checkpoints; check the path")
     checkpoints = valid_checkpoints(root)
-    ranked = best_first(comparable_losses(checkpoints))
-    if not ranked:
+    ranked_steps = best_first(comparable_losses(checkpoints))
+    if not ranked_steps:
         raise ConfigError(f"{argument}: no checkpoint in {root} has a held-out loss; name a step instead of {BEST}")
-    best = next(checkpoint for checkpoint in checkpoints if checkpoint.step == ranked[0])
+    best = next(checkpoint for checkpoint in checkpoints if checkpoint.step == ranked_steps[0])
     remark(
-        f"note: {BEST} is step {best.step}, with the held-out loss {best.manifest.loss:.4f}; {len(ranked)} of "
+        f"note: {BEST} is step {best.step}, with the held-out loss {best.manifest.loss:.4f}; {len(ranked_steps)} of "
         f"{counted(len(checkpoints), 'checkpoint', 'checkpoints')} have a loss that can be compared"
     )
     return best.path
 
 
 def checkpoint_root_of(run: str) -> StoragePath:
-    """Returns the directory that has a run's checkpoints: its run directory, or `checkpoint.dir` of its config."""
+    """Returns the directory that contains a run's folder of checkpoints.
+
+    This is the run directory, or `checkpoint.dir` of the run's config if that is set.
+    """
     directory = storage_path(run)
     if isinstance(directory, Path):
         try:
             config = yaml.safe_load(read(directory / "config.yaml").decode())
-            elsewhere = config["checkpoint"]["dir"]
+            configured = config["checkpoint"]["dir"]
             start_folder = _start_folder(directory, config["run"]["dir"])
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError, *YAML_ERRORS, KeyError, TypeError):
-            elsewhere = None  # not a run's config, or a damaged one: look in the directory itself
+            configured = None  # not a run's config, or a damaged one, so look in the directory itself
         except OSError as error:
             raise ConfigError(
                 f"{error.filename} cannot be read: {error.strerror}; check that it is mounted and readable"
             ) from error
-        if elsewhere and isinstance(elsewhere, str):
-            # A relative path counts from the folder that the run was started in.
-            relative = start_folder / elsewhere if start_folder and "://" not in elsewhere else None
-            return _root_of_same_run(directory, relative if relative and relative.is_dir() else storage_path(elsewhere))
+        if configured and isinstance(configured, str):
+            # The path may be relative to the folder in which the run was started.
+            from_start = start_folder / configured if start_folder and "://" not in configured else None
+            root = from_start if from_start and from_start.is_dir() else storage_path(configured)
+            return _root_of_same_run(directory, root)
     return directory
 
 
 def _root_of_same_run(directory: Path, elsewhere: StoragePath) -> StoragePath:
-    """Returns the directory with this run's checkpoints: `elsewhere`, or a folder that --fresh has set aside there.
+    """Returns the directory that contains the checkpoints of the run in `directory`.
 
-    Raises `ConfigError` if neither belongs to the run of `directory`.
+    This is `elsewhere`, or a folder in it that --fresh has set aside. Raises `ConfigError` if all of these belong to
+    other runs.
     """
     ours, theirs = run_id(directory), run_id(elsewhere)
     if ours is None or theirs is None or ours == theirs:
@@ -140,8 +146,8 @@ def _root_of_same_run(directory: Path, elsewhere: StoragePath) -> StoragePath:
             return aside
         number += 1
     raise ConfigError(
-        f"{directory} is of run {printable(ours)}, and its checkpoint.dir {elsewhere} is of run {printable(theirs)} "
-        "now; name the directory where its checkpoints are"
+        f"{directory} belongs to run {printable(ours)}, but its checkpoint.dir {elsewhere} now belongs to run "
+        f"{printable(theirs)}; name the directory where its checkpoints are"
     )
 
 
@@ -153,9 +159,9 @@ class RunFile(BaseModel):
     run: Annotated[str, Field(min_length=1, max_length=200)]
     """The run's id."""
     lineage: list[Parent]
-    """The runs and steps that it was forked from, newest first."""
+    """The runs and steps that this run was forked from, newest first."""
     time: float = 0.0
-    """Unix seconds of the first start."""
+    """Time of the first start, in Unix seconds."""
     begun_by: dict[str, str] = {}
     """Identifiers of the job that began the run with --fresh."""
 
@@ -165,7 +171,7 @@ class RunFile(BaseModel):
 
 
 def read_run(directory: StoragePath) -> RunFile | None:
-    """Reads run.json; returns None if there is none, as in a new directory. Raises `ConfigError` if it is damaged."""
+    """Reads run.json in a directory; returns None if it does not exist. Raises `ConfigError` if it is damaged."""
     path = directory / RUN_FILE
     try:
         return RunFile.model_validate(json.loads(read(path).decode()))
@@ -177,22 +183,22 @@ def read_run(directory: StoragePath) -> RunFile | None:
         why = first_problem(error)
     except (ValueError, RecursionError) as error:
         why = str(error)
-    raise ConfigError(f"{path} is damaged ({why}); remove it: the run is then identified by its newest checkpoint")
+    raise ConfigError(f"{path} is damaged ({why}); remove it, and the run will be identified by its newest checkpoint")
 
 
 def tokenizer_of(text: str, checkpoint: Committed) -> RunTokenizer:
-    """Returns the tokenizer kept by the run of the checkpoint that `text` names; for older runs, that of its data.
+    """Returns the tokenizer that the run of `checkpoint`, which `text` names, keeps in its directory.
 
-    Raises `ConfigError` if neither exists.
+    Older runs keep none there, so this returns the tokenizer of their data. Raises `ConfigError` if neither exists.
     """
     config = checkpoint.config
     return tokenizer_of_run(roots_of(text, checkpoint), config.data, start_folders(text, checkpoint, config))
 
 
 def start_folders(text: str, checkpoint: Committed, config: Config) -> list[Path]:
-    """Returns the folders in which the run of the checkpoint that `text` names may have been started.
+    """Returns the folders in which the run of `checkpoint`, which `text` names, may have been started.
 
-    Relative paths of its config are relative to that folder. Empty if it cannot be determined.
+    Relative paths in the run's config are relative to that folder. The list is empty if it cannot be determined.
     """
     assert config.run.dir is not None
     roots = [root for root in roots_of(text, checkpoint) if isinstance(root, Path)]
@@ -201,15 +207,18 @@ def start_folders(text: str, checkpoint: Committed, config: Config) -> list[Path
 
 
 def roots_of(text: str, checkpoint: Committed) -> list[StoragePath]:
-    """Returns the possible directories of the checkpoint's run: the one that `text` names, and the checkpoint's own."""
-    run, at, step = text.rpartition("@")
-    return [storage_path(run if at and step_of(step) is not None else text), checkpoint.path.absolute().parent.parent]
+    """Returns the possible directories of the run of `checkpoint`: the one that `text` names, and the one that contains
+    the checkpoint."""
+    run, separator, step = text.rpartition("@")
+    named_directory = storage_path(run if separator and step_of(step) is not None else text)
+    return [named_directory, checkpoint.path.absolute().parent.parent]
 
 
 def _start_folder(directory: Path, configured: str) -> Path | None:
-    """Returns the folder that a run was started in, to which the paths of its config are relative.
+    """Returns the folder in which a run was started, to which the paths in its config are relative.
 
-    It is the folder in which `configured`, the run's `run.dir`, is `directory`. None if that cannot be determined.
+    From this folder, `configured`, the `run.dir` in the config, leads to `directory`. Returns None if the folder cannot
+    be determined.
     """
     run_dir = Path(os.path.normpath(configured))
     if run_dir.is_absolute() or run_dir.parts[:1] == ("..",):
@@ -221,6 +230,6 @@ def _start_folder(directory: Path, configured: str) -> Path | None:
 
 
 def run_id(directory: StoragePath) -> str | None:
-    """Returns the id of the run whose checkpoints are in `directory`; None if it has no run.json."""
+    """Returns the id of the run whose checkpoints are in `directory`; None if there is no run.json."""
     run_file = read_run(directory)
     return None if run_file is None else run_file.run

@@ -1,4 +1,4 @@
-"""Restores a state from files onto the devices of any mesh, and verifies it by the digests taken when it was saved."""
+"""Restores a state from files onto the devices of any mesh, and verifies it by the digests in the manifest."""
 
 import json
 import time
@@ -17,7 +17,7 @@ from jaxmnt.checkpoint.arrays import Reader, Shape
 from jaxmnt.checkpoint.commit import Committed
 from jaxmnt.checkpoint.device_digest import start_digests
 from jaxmnt.checkpoint.manifest import DamagedError, Manifest
-from jaxmnt.checkpoint.names import named, unflatten_like
+from jaxmnt.checkpoint.names import arrays_by_name, unflatten_like
 from jaxmnt.distributed.container import cores
 from jaxmnt.distributed.coordination import agree
 from jaxmnt.distributed.identity import Identity
@@ -26,18 +26,19 @@ from jaxmnt.strict_json import json_text
 
 State = dict[str, Any]
 
-_Pieces = dict[tuple[tuple[int, int], ...], list[SingleDeviceSharding]]
-"""The devices that hold each piece of an array, by the (start, end) of each of its dimensions."""
+_PieceHolders = dict[tuple[tuple[int, int], ...], list[SingleDeviceSharding]]
+"""The devices that hold each piece of an array. A piece is identified by its (start, end) in each dimension."""
 
-_BYTES_IN_FLIGHT = (16 << 20) * cores()
-"""Limit on bytes requested and not yet on a device. More than the cores can process only costs memory and time."""
-_SECONDS = 3600.0
-"""Timeout for other processes, some of which may read much more slowly."""
+_MAX_BYTES_IN_FLIGHT = (16 << 20) * cores()
+"""Maximum number of bytes that are requested but not yet on a device. A larger number than the cores can process only
+costs memory and time."""
+_PEER_TIMEOUT_SECONDS = 3600.0
+"""Timeout for an exchange with the other processes, some of which may read much more slowly."""
 
 
 @dataclass(frozen=True)
 class Restored:
-    """A restored state, and the bytes and seconds that it took."""
+    """A restored state, the number of bytes read, and the seconds that the restore took."""
 
     state: State
     bytes: int
@@ -49,34 +50,38 @@ class Restored:
 def restore(
     checkpoint: Committed, abstract: State, identity: Identity, *, verify: bool = True, spread: bool = False
 ) -> Restored:
-    """Restores the arrays of `abstract` from `checkpoint`, on its shardings, whatever mesh wrote the checkpoint.
+    """Restores the arrays of `abstract` from `checkpoint`, with the shardings of `abstract`.
 
-    `abstract` may leave out parts of the state. With `spread`, replicas read a share each and get the rest from each
-    other. All processes return, or all raise: `ConfigError` if the checkpoint is of another model, `DamagedError` if it
-    is not what was saved, `UserError` if its files cannot be reached.
+    The checkpoint may have been written on any mesh, and `abstract` may leave out parts of the state. With `spread`,
+    each replica reads a share and gets the rest from the others. Either all processes return, or all raise
+    `ConfigError` if the checkpoint belongs to another model, `DamagedError` if it is not what was saved, and
+    `UserError` if its files cannot be reached.
     """
-    leaves = named(abstract)
+    leaves = arrays_by_name(abstract)
     check_fit(checkpoint, leaves)
     # Read. A failure is raised in all processes, so that none waits for another one.
     started = time.perf_counter()
-    where = f"restore {checkpoint.step} of {checkpoint.manifest.run} at {checkpoint.path.name}"
+    exchange = f"restore {checkpoint.step} of {checkpoint.manifest.run} at {checkpoint.path.name}"
     arrays = {}
     trouble = None
-    shardings = {name: _spread(leaf.shape, leaf.sharding) if spread else leaf.sharding for name, leaf in leaves.items()}
+    shardings = {name: leaf.sharding for name, leaf in leaves.items()}
+    if spread:
+        shardings = {name: _spread_over_replicas(leaf.shape, leaf.sharding) for name, leaf in leaves.items()}
     try:
         arrays = _read(Reader(checkpoint, shardings), shardings, checkpoint.manifest)
     except UserError as error:
         trouble = error
     read_seconds = time.perf_counter() - started  # without the time spent waiting for slower processes
-    raise_together(f"{where}: read", trouble, identity)
-    # Verify by digests, which each device computes of its own piece.
+    raise_together(f"{exchange}: read", trouble, identity)
+    # Verify the arrays by their digests. Each device digests its own piece.
     started = time.perf_counter()
-    if verify and (wrong := mismatched_arrays(where, checkpoint.manifest, arrays, identity)):
-        raise DamagedError(f"array {listed(wrong, 1)} is not what was saved: its digest differs")
+    mismatched = mismatched_arrays(exchange, checkpoint.manifest, arrays, identity) if verify else []
+    if mismatched:
+        raise DamagedError(f"array {listed(mismatched, 1)} is not what was saved: its digest differs")
     verify_seconds = time.perf_counter() - started
     bytes_read = sum(shard.data.nbytes for array in arrays.values() for shard in array.addressable_shards)
-    # Give replicas the shares that the others have read. One array at a time: to save memory, and because CPU devices
-    # may run collectives of several programs in different orders.
+    # Give each replica the shares that the others have read. Exchange one array at a time to save memory, and because
+    # CPU devices may run the collectives of several programs in different orders.
     for name, leaf in leaves.items():
         if shardings[name] != leaf.sharding:
             arrays[name] = jax.jit(lambda array: array, out_shardings=leaf.sharding)(arrays[name])
@@ -85,7 +90,10 @@ def restore(
 
 
 def check_fit(checkpoint: Committed, leaves: dict[str, Any]) -> None:
-    """Raises `ConfigError` if the checkpoint lacks one of these arrays: it is of another model or optimizer."""
+    """Raises `ConfigError` if the checkpoint lacks one of the arrays `leaves`, or has it with another shape or dtype.
+
+    Then it belongs to another model or optimizer.
+    """
     stored = checkpoint.manifest.arrays
     for name, leaf in leaves.items():
         if name not in stored:
@@ -96,14 +104,14 @@ def check_fit(checkpoint: Committed, leaves: dict[str, Any]) -> None:
         shape, dtype = stored[name].shape, stored[name].dtype
         if shape != tuple(leaf.shape) or dtype != str(leaf.dtype):
             raise ConfigError(
-                f"checkpoint {checkpoint.path} does not fit this config: its {name} is {dtype}{list(shape)}, this "
-                f"config's is {leaf.dtype}{list(leaf.shape)}; use the model settings and dtypes that it was "
+                f"checkpoint {checkpoint.path} does not fit this config: its {name} is {dtype}{list(shape)}, but "
+                f"this config's is {leaf.dtype}{list(leaf.shape)}; use the model settings and dtypes that it was "
                 "trained with, or name another checkpoint"
             )
 
 
 def _read(reader: Reader, shardings: dict[str, NamedSharding], manifest: Manifest) -> dict[str, Array]:
-    """Reads each piece that this process's devices hold once, with at most `_BYTES_IN_FLIGHT` bytes in flight."""
+    """Reads each piece that this process's devices hold once, and returns the arrays with these shardings."""
     shards: dict[str, list[Array]] = {name: [] for name in shardings}
     pending: deque[tuple[str, np.ndarray, Any, list[SingleDeviceSharding]]] = deque()
     in_flight = 0
@@ -117,11 +125,11 @@ def _read(reader: Reader, shardings: dict[str, NamedSharding], manifest: Manifes
         return memory.nbytes
 
     for name, sharding in shardings.items():
-        for index, targets in _pieces(manifest.arrays[name].shape, sharding).items():
+        for index, targets in _pieces_with_holders(manifest.arrays[name].shape, sharding).items():
             memory, reading = reader.start(name, [slice(*bounds) for bounds in index])
             pending.append((name, memory, reading, targets))
             in_flight += memory.nbytes
-            while in_flight > _BYTES_IN_FLIGHT:
+            while in_flight > _MAX_BYTES_IN_FLIGHT:
                 in_flight -= finish_oldest()
     while pending:
         finish_oldest()
@@ -131,9 +139,9 @@ def _read(reader: Reader, shardings: dict[str, NamedSharding], manifest: Manifes
     }
 
 
-def _pieces(shape: Shape, sharding: NamedSharding) -> _Pieces:
-    """Returns the distinct pieces that this process's devices hold, each with the devices that it goes to."""
-    pieces: _Pieces = {}
+def _pieces_with_holders(shape: Shape, sharding: NamedSharding) -> _PieceHolders:
+    """Returns the distinct pieces of an array that this process's devices hold, each with the devices that hold it."""
+    pieces: _PieceHolders = {}
     for device, index in sharding.addressable_devices_indices_map(shape).items():
         assert index is not None
         bounds = tuple(part.indices(extent)[:2] for part, extent in zip(index, shape, strict=True))
@@ -142,8 +150,11 @@ def _pieces(shape: Shape, sharding: NamedSharding) -> _Pieces:
     return pieces
 
 
-def _spread(shape: Shape, sharding: NamedSharding) -> NamedSharding:
-    """Returns the sharding with each axis that replicates the array moved to the first dimension that it divides."""
+def _spread_over_replicas(shape: Shape, sharding: NamedSharding) -> NamedSharding:
+    """Returns a sharding that also splits the array over the mesh axes over which `sharding` replicates it.
+
+    Each of these axes splits the first dimension whose extent it divides evenly, if there is one.
+    """
     mesh = sharding.mesh
     split = [(names,) if isinstance(names, str) else tuple(names or ()) for names in sharding.spec]
     split += [()] * (len(shape) - len(split))
@@ -159,10 +170,10 @@ def _spread(shape: Shape, sharding: NamedSharding) -> NamedSharding:
     return NamedSharding(mesh, P(*(names or None for names in split)), memory_kind=sharding.memory_kind)
 
 
-def mismatched_arrays(where: str, manifest: Manifest, arrays: dict[str, Array], identity: Identity) -> list[str]:
-    """Returns, in all processes, the names of the arrays whose digest differs from the manifest's.
+def mismatched_arrays(exchange: str, manifest: Manifest, arrays: dict[str, Array], identity: Identity) -> list[str]:
+    """Returns, in all processes, the names of the arrays whose digest differs from the one in the manifest.
 
-    `where` names the exchange between processes: it must be equal in all of them, and used once.
+    `exchange` names the exchange between the processes. The name must be the same in all of them, and be used once.
     """
 
     def mismatches(shares: list[str]) -> str:
@@ -171,13 +182,21 @@ def mismatched_arrays(where: str, manifest: Manifest, arrays: dict[str, Array], 
         return json_text([name for name in sorted(arrays) if differs(name)])
 
     share = digest.encode(start_digests(arrays).wait())
-    return [str(name) for name in json.loads(agree(f"{where}: digests", share, mismatches, identity, _SECONDS))]
+    return [
+        str(name)
+        for name in json.loads(agree(f"{exchange}: digests", share, mismatches, identity, _PEER_TIMEOUT_SECONDS))
+    ]
 
 
 def raise_together(name: str, trouble: UserError | None, identity: Identity) -> None:
-    """Raises in all processes the error of the first process that has one, as an error that does not end the run."""
+    """Raises, in all processes, the error of the first process that has one.
+
+    A `DamagedError` stays one, and any other error becomes a `UserError` with the same text. Unlike the loss of a
+    process, these do not end the run. `name` names the exchange between the processes, as in `mismatched_arrays`.
+    """
     kind = "" if trouble is None else "damaged" if isinstance(trouble, DamagedError) else "other"
-    first = lambda messages: next((text for text in messages if text), "")
-    if verdict := agree(name, f"{kind} {trouble}" if trouble else "", first, identity, _SECONDS):
-        kind, _, text = verdict.partition(" ")
+    first_message = lambda messages: next((text for text in messages if text), "")
+    message = agree(name, f"{kind} {trouble}" if trouble else "", first_message, identity, _PEER_TIMEOUT_SECONDS)
+    if message:
+        kind, _, text = message.partition(" ")
         raise (DamagedError if kind == "damaged" else UserError)(text)

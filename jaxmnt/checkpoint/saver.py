@@ -1,8 +1,9 @@
-"""Saving the train state in the background. The only module that imports Orbax.
+"""Saves the train state in the background. No other module imports Orbax.
 
-The main thread has Orbax copy the state off the devices (on CPU Orbax keeps views of it, and the next step works in
-other memory) and starts the digests. A background thread of each process waits for Orbax. Then every process reports
-to process 0 whether it succeeded. Only if all did, process 0 commits, prunes old checkpoints and tells the others.
+The main thread lets Orbax copy the state off the devices and starts the digests. (On CPU, Orbax keeps views of the
+state instead, and the next step works in other memory.) A background thread in each process waits for Orbax. Then every
+process reports to process 0 whether it succeeded. If all did, process 0 commits, prunes old checkpoints and tells the
+other processes.
 """
 
 import asyncio
@@ -25,7 +26,7 @@ from orbax.checkpoint import v1 as ocp
 from jaxmnt.checkpoint.arrays import Reader
 from jaxmnt.checkpoint.commit import (
     Committed,
-    begin,
+    begin_step,
     commit,
     open_checkpoint,
     prune,
@@ -35,7 +36,7 @@ from jaxmnt.checkpoint.commit import (
 from jaxmnt.checkpoint.device_digest import start_digests
 from jaxmnt.checkpoint.digest import decode, encode
 from jaxmnt.checkpoint.manifest import Array, Manifest
-from jaxmnt.checkpoint.names import named, nested
+from jaxmnt.checkpoint.names import arrays_by_name, nested_arrays
 from jaxmnt.checkpoint.retention import SpaceNeeded, comparable_losses, shortage, steps_to_keep
 from jaxmnt.config.schema import Checkpoint
 from jaxmnt.distributed.coordination import Vote, broadcast
@@ -45,13 +46,13 @@ from jaxmnt.storage import Address, StoragePath, is_link
 
 State = dict[str, Any]
 
-_SECONDS = 1800.0
+_WRITE_TIMEOUT_SECONDS = 1800.0
 """Timeout for the other processes to finish writing."""
 _POLL_SECONDS = 1.0
-_FAILED_WRITE_SECONDS = 30.0
-"""Timeout for the writes of a failed save in a bucket, which would go into the files of the next save."""
+_FAILED_WRITE_TIMEOUT_SECONDS = 30.0
+"""Timeout for the writes of a failed save in a bucket, which would otherwise go into the files of the next save."""
 _CHUNK_BYTES = 16 << 20
-_ORBAX_WAITED = "/jax/checkpoint/sync_global_devices_duration_sec"
+_ORBAX_WAIT_EVENT = "/jax/checkpoint/sync_global_devices_duration_sec"
 
 
 # Orbax logs each failure with tracebacks; we report it once, as a plain message.
@@ -60,7 +61,7 @@ logging.getLogger("absl").addFilter(lambda record: "orbax" not in record.pathnam
 warnings.filterwarnings("ignore", r"coroutine '\w+\.save_checkpointables\..*' was never awaited", RuntimeWarning)
 
 
-class _Loop(asyncio.SelectorEventLoop):
+class _OrbaxEventLoop(asyncio.SelectorEventLoop):
     """An event loop for Orbax that ignores callbacks after it is closed.
 
     When a save fails, Orbax closes its loop while TensorStore still writes. TensorStore's threads would print a
@@ -81,7 +82,7 @@ class _Loop(asyncio.SelectorEventLoop):
 
 _orbax_asyncio: Any = import_module("orbax.checkpoint._src.asyncio_utils")
 # Makes Orbax create our event loops.
-_orbax_asyncio.asyncio = SimpleNamespace(**vars(asyncio) | {"new_event_loop": _Loop})
+_orbax_asyncio.asyncio = SimpleNamespace(**vars(asyncio) | {"new_event_loop": _OrbaxEventLoop})
 
 
 @dataclass(frozen=True)
@@ -92,15 +93,15 @@ class SaveResult:
     failure: str | None
     """Why there is no checkpoint of this step; None if there is one."""
     not_removed: str | None
-    """Why older checkpoints could not be removed; None if they could, and in processes other than 0."""
+    """Why older checkpoints could not be removed; None if they could be, and in processes other than 0."""
     seconds: float
     """Seconds from the start of the save to its commit."""
     bytes: int
-    """Size of the state."""
+    """Size of the state in bytes."""
 
 
-class _Waits:
-    """Adds up how long Orbax has waited for other processes, as it reports to JAX's monitoring."""
+class _OrbaxWaits:
+    """Adds up how long Orbax has waited for other processes, which it reports to JAX's monitoring."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -108,78 +109,79 @@ class _Waits:
         jax.monitoring.register_event_duration_secs_listener(self._on_event)
 
     def _on_event(self, event: str, duration_secs: float, **_: Any) -> None:
-        if event == _ORBAX_WAITED:
+        if event == _ORBAX_WAIT_EVENT:
             with self._lock:
-                self.seconds += max(0.0, duration_secs)  # Orbax's clock may be set back meanwhile
+                self.seconds += max(0.0, duration_secs)  # negative if the clock was set back during the wait
 
 
-_waits = functools.cache(_Waits)
+_orbax_waits = functools.cache(_OrbaxWaits)
 
 
 class Saver:
-    """Saves asynchronously, one save at a time. A checkpoint counts once it is committed, see `commit.py`."""
+    """Saves asynchronously, one save at a time. A checkpoint is valid once it is committed (see `commit.py`)."""
 
     def __init__(
         self,
         root: StoragePath,
         settings: Checkpoint,
-        need: SpaceNeeded,
+        needed: SpaceNeeded,
         identity: Identity,
         confirm: Callable[[], None] = lambda: None,
     ):
         """`confirm` raises `UserError` if this job may no longer write to `root`. Only process 0 calls it."""
         self._root = root.absolute()
         self._settings = settings
-        self._need = need
+        self._needed = needed
         self._identity = identity
         self._confirm = confirm
         self._thread: threading.Thread | None = None
         self._saved: SaveResult | None = None
         self._error: BaseException | None = None
-        """An unexpected error of the background thread, which the main thread raises."""
+        """An unexpected error in the background thread, which the main thread raises."""
         self._not_removed: str | None = None
-        self.prepared_seconds = 0.0
+        self.preparation_seconds = 0.0
         """Seconds that process 0 has spent preparing saves so far, while the other processes waited."""
-        _waits()
+        _orbax_waits()
         self._failed_write: Any = None
-        """Orbax's response for a save that failed in another process: it may still be writing."""
+        """Orbax's response to a save that failed, which may still be writing."""
 
     @property
     def waited_seconds(self) -> float:
         """Seconds that Orbax has waited for other processes so far."""
-        return _waits().seconds
+        return _orbax_waits().seconds
 
     @property
-    def busy(self) -> bool:
+    def is_saving(self) -> bool:
         """True while a save is in progress."""
         return self._thread is not None and self._thread.is_alive()
 
     def save(self, step: int, state: State, describe: Callable[[dict[str, Array]], Manifest]) -> None:
-        """Starts to save `state` as `step`. Call `result` for the outcome, before another save.
+        """Starts to save `state` as `step`. Call `result` for the outcome before the next save.
 
-        The state may be donated afterwards. `describe` makes the manifest from the arrays once their digests are known.
+        The state may be donated once this returns. `describe` makes the manifest from the arrays once their digests are
+        known.
         """
-        assert self._thread is None and self._saved is None, "the result of the save before was not taken"
+        assert self._thread is None and self._saved is None, "`result` was not called for the previous save"
         started = time.perf_counter()
         self._wait_for_failed_write()
         preparing = time.perf_counter()
-        prepared = self._prepare(step)
-        self.prepared_seconds += time.perf_counter() - preparing
-        refusal = broadcast("a save may begin", prepared, self._identity)
+        refusal = self._prepare(step)
+        self.preparation_seconds += time.perf_counter() - preparing
+        refusal = broadcast("a save may begin", refusal, self._identity)
         if refusal:
             self._saved = SaveResult(step, refusal, None, time.perf_counter() - started, 0)
             return
-        arrays = named(state)
-        vote = Vote("a save", self._identity, _SECONDS)
+        arrays = arrays_by_name(state)
+        vote = Vote("a save", self._identity, _WRITE_TIMEOUT_SECONDS)
         response = None
         try:
             with _orbax_context():
-                response = ocp.save_checkpointables_async(str(self._root / str(step)), nested(arrays))
+                response = ocp.save_checkpointables_async(str(self._root / str(step)), nested_arrays(arrays))
         except Exception as error:
             vote.fail(_describe_error(error))
-        # After Orbax's copies: on CPU the digests would compete with these for the cores.
+        # Start the digests after Orbax's copies, because on CPU both would compete for the cores.
         digests = start_digests(arrays)
-        described = {name: Array(tuple(array.shape), str(array.dtype), "") for name, array in arrays.items()}
+        entries = {name: Array(tuple(array.shape), str(array.dtype), "") for name, array in arrays.items()}
 
         def finish() -> None:
             try:
@@ -187,10 +189,8 @@ class Saver:
                     vote.answer(encode(digests.wait()))
                 else:
                     self._failed_write = response
-                failure = vote.conclude(
-                    lambda answers: self._commit(step, describe(_with_contents(described, answers)))
-                )
-                size = sum(array.bytes for array in described.values())
+                failure = vote.conclude(lambda answers: self._commit(step, describe(_with_digests(entries, answers))))
+                size = sum(array.bytes for array in entries.values())
                 self._saved = SaveResult(step, failure, self._not_removed, time.perf_counter() - started, size)
             except BaseException as error:  # the main thread raises it in `result`
                 self._error = error
@@ -199,7 +199,7 @@ class Saver:
         self._thread.start()
 
     def result(self, *, wait: bool = False) -> SaveResult | None:
-        """Returns the outcome of the last save, once; None while it is in progress or if there was none.
+        """Returns the outcome of the last save; None while it is in progress, or if an earlier call returned it.
 
         Raises `PeerError` if another process was lost during the save.
         """
@@ -215,14 +215,15 @@ class Saver:
         return saved
 
     def _wait_for_failed_write(self) -> None:
-        """Waits for the writes of a failed save: in a bucket Orbax writes in place, so they would damage the next."""
+        """Waits until a failed save writes no more: in a bucket Orbax writes in place, which would damage the next
+        save."""
         if self._failed_write is not None and isinstance(self._root, Address):
             with contextlib.suppress(Exception):  # the failure was reported already
-                self._failed_write.result(timeout=_FAILED_WRITE_SECONDS)
+                self._failed_write.result(timeout=_FAILED_WRITE_TIMEOUT_SECONDS)
         self._failed_write = None
 
     def _prepare(self, step: int) -> str | None:
-        """Makes room for the save, on process 0. Returns why the save cannot begin; empty if it can."""
+        """Makes room for the save, in process 0. Returns why the save cannot begin, in process 0; empty if it can."""
         if self._identity.process_id != 0:
             return None
         try:
@@ -230,22 +231,22 @@ class Saver:
             self._root.mkdir(parents=True, exist_ok=True)
             _, not_removed = remove_unfinished(self._root, keep_notes=True)
             self._not_removed = "; ".join(not_removed) or None
-            short = shortage(self._root, self._need)
-            if not short:
-                begin(self._root / str(step))
-            return short or ""
+            shortage_text = shortage(self._root, self._needed)
+            if not shortage_text:
+                begin_step(self._root / str(step))
+            return shortage_text or ""
         except (OSError, UserError) as error:
             return _describe_error(error)
 
     def _commit(self, step: int, manifest: Manifest) -> str:
-        """Commits, then prunes, on process 0. Returns why the commit failed; empty if the checkpoint is committed."""
+        """Commits, then prunes, in process 0. Returns why the commit failed; empty if the checkpoint is committed."""
         path = self._root / str(step)
         try:
             Reader(Committed(path, manifest)).open_all()  # Orbax may omit arrays and only log a warning
             self._confirm()
             commit(path, manifest)
         except (OSError, UserError) as error:
-            if not _is_committed(path, manifest):  # it is if only the response to the last write was lost
+            if not _is_committed(path, manifest):  # it is committed if only the response to the last write was lost
                 return _describe_error(error)
         # A failure to prune does not make the save fail.
         try:
@@ -260,7 +261,7 @@ class Saver:
 def _wait_until_written(response: Any, vote: Vote) -> bool:
     """Waits until Orbax is done, or any process has failed. Returns True if this process has written its part.
 
-    A process that waits in Orbax's barrier would learn of another's failure only after minutes.
+    A process that waits in Orbax's barrier would learn only after minutes that another process has failed.
     """
     while True:
         try:
@@ -281,30 +282,33 @@ def _is_committed(path: StoragePath, manifest: Manifest) -> bool:
         return False
 
 
-def _with_contents(arrays: dict[str, Array], answers: list[str]) -> dict[str, Array]:
-    contents = decode(sorted(arrays), answers)
-    return {name: replace(array, content=contents[name]) for name, array in arrays.items()}
+def _with_digests(entries: dict[str, Array], answers: list[str]) -> dict[str, Array]:
+    digests = decode(sorted(entries), answers)
+    return {name: replace(array, content=digests[name]) for name, array in entries.items()}
 
 
 def _describe_error(error: BaseException) -> str:
-    """Describes a failed write in one line. Raises errors of devices and other processes, which must not be retried."""
+    """Describes a failed write in one line.
+
+    Raises errors of devices and of other processes, because these saves must not be retried.
+    """
     if isinstance(error, PeerError | jax.errors.JaxRuntimeError):
         raise error
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
-    system = re.search(r'"([^"]+)": .*: ([^:]+) \[os_error_code=', str(error))
-    if system:  # TensorStore's message for an OSError
-        return f"{system[2]}: {system[1]}"
+    system_error = re.search(r'"([^"]+)": .*: ([^:]+) \[os_error_code=', str(error))
+    if system_error:  # TensorStore's message for an OSError
+        return f"{system_error[2]}: {system_error[1]}"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     return ": ".join(lines if isinstance(error, OSError) else lines[:1])[:300]
 
 
 def _orbax_context() -> Any:
     context = ocp.Context()
-    # Weights hardly compress (7 % with zstd), and compression makes a save three times as long.
+    # Compression makes weights hardly smaller (by 7 % with zstd), and a save three times as long.
     context.array.saving.use_compression = False
-    # A mesh with other shardings must read whole chunks to get a part of one.
+    # A mesh with other shardings must read whole chunks even if it needs only parts of them.
     context.array.saving.storage_options.chunk_byte_size = _CHUNK_BYTES
-    # A restore uses the shardings of its own mesh, so nothing reads the file.
+    # A restore uses the shardings of its own mesh, so nothing reads the file of shardings.
     context.array.saving.enable_write_sharding_file = False
     return context

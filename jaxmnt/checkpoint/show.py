@@ -1,4 +1,4 @@
-"""The commands of `python -m jaxmnt.checkpoint`, which print what they find."""
+"""The commands of `python -m jaxmnt.checkpoint`, each of which prints what it finds."""
 
 import argparse
 import sys
@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from jaxmnt.checkpoint.commit import open_checkpoint, step_directories, unfinished, unreachable_steps
+from jaxmnt.checkpoint.commit import open_checkpoint, step_directories, unfinished_activity, unreachable_steps
 from jaxmnt.checkpoint.export import export, verify
 from jaxmnt.checkpoint.manifest import DamagedError, to_plain
 from jaxmnt.checkpoint.refs import CHECKPOINTS, checkpoint_root_of, find, locate, run_id, tokenizer_of
@@ -22,9 +22,9 @@ from jaxmnt.units import size
 def _list(options: argparse.Namespace) -> int:
     root = checkpoint_root_of(options.run) / CHECKPOINTS
     if not root.is_dir():
-        checkpoint = find(options.run, "run")  # raises an error that says what is missing
+        checkpoint = find(options.run, "run")  # raises an error if this is not a checkpoint either
         raise ConfigError(
-            f"run: {options.run} is a checkpoint; give the directory of its run to list all of them, "
+            f"run: {options.run} is a checkpoint; to list all checkpoints of its run, give the directory of the run, "
             f"{checkpoint.path.parent.parent}"
         )
     run = run_id(root.parent)
@@ -33,20 +33,21 @@ def _list(options: argparse.Namespace) -> int:
         try:
             manifest = open_checkpoint(path, run).manifest
         except DamagedError as damage:
-            rows.append((str(step), unfinished(path) or "not whole", "", "", "", str(damage)))
+            rows.append((str(step), unfinished_activity(path) or "not whole", "", "", "", str(damage)))
             continue
         loss = "" if manifest.loss is None else f"{manifest.loss:.4f}"
-        rows.append((str(step), "whole", size(manifest.bytes), loss, _date(manifest.time), _linked(path)))
-    rows += [(str(step), "away", "", "", "", _linked(path)) for step, path in unreachable_steps(root)]
-    aside = sorted(path.name for path in root.iterdir() if "." in path.name[1:] and path.is_dir())
+        rows.append((str(step), "whole", size(manifest.bytes), loss, _format_time(manifest.time), _describe_link(path)))
+    rows += [(str(step), "away", "", "", "", _describe_link(path)) for step, path in unreachable_steps(root)]
+    set_aside = sorted(path.name for path in root.iterdir() if "." in path.name[1:] and path.is_dir())
     if options.json:
         keys = ("step", "state", "size", "held_out_loss", "written", "why")
         checkpoints = [dict(zip(keys, row, strict=True)) for row in rows]
-        print(json_text({"run": run, "checkpoints": checkpoints, "aside": aside}))
+        print(json_text({"run": run, "checkpoints": checkpoints, "aside": set_aside}))
         return ExitCode.FINISHED
     print(f"run {printable(run or '(unknown)')}, {root}")
-    _table([("step", "state", "size", "held-out", "written", ""), *rows])
-    for name in aside:
+    table_rows = [(step, _STATE_LABELS.get(state, state), *columns) for step, state, *columns in rows]
+    _print_table([("step", "state", "size", "held-out", "written", ""), *table_rows])
+    for name in set_aside:
         print(f"set aside: {printable(name)}")
     if not rows:
         print("no checkpoints")
@@ -60,24 +61,25 @@ def _verify(options: argparse.Namespace) -> int:
     paths = [path] if path else [path for _, path in step_directories(root)]
     if not paths:
         raise ConfigError(f"checkpoint: {options.checkpoint} has no checkpoints; check the path")
-    bad = 0
+    invalid_count = 0
     for directory in paths:
         started = time.perf_counter()
         try:
             checkpoint = verify(directory, run, progress)
         except DamagedError as damage:
             progress("")
-            if path is None and (doing := unfinished(directory)):
-                print(f"{directory}: no checkpoint, {doing}")
-                continue
-            bad += 1
-            print(f"{directory}: NOT WHOLE: {damage}")
+            activity = unfinished_activity(directory) if path is None else None
+            if activity is not None:
+                print(f"{directory}: not a checkpoint ({activity})")
+            else:
+                invalid_count += 1
+                print(f"{directory}: NOT VALID: {damage}")
             continue
         progress("")
         manifest = checkpoint.manifest
         seconds = time.perf_counter() - started
-        print(f"{directory}: whole, {len(manifest.arrays)} arrays, {size(manifest.bytes)} read in {seconds:.1f} s")
-    return ExitCode.FAILURE if bad else ExitCode.FINISHED
+        print(f"{directory}: valid, {len(manifest.arrays)} arrays, {size(manifest.bytes)} read in {seconds:.1f} s")
+    return ExitCode.FAILURE if invalid_count else ExitCode.FINISHED
 
 
 def _show(options: argparse.Namespace) -> int:
@@ -87,16 +89,18 @@ def _show(options: argparse.Namespace) -> int:
         print(json_text(to_plain(manifest), sort_keys=True))
         return ExitCode.FINISHED
     print(f"{checkpoint.path}: step {manifest.step} of run {printable(manifest.run)}")
-    libraries = printable(", ".join(f"{name} {number}" for name, number in sorted(manifest.libraries.items())))
+    libraries = printable(", ".join(f"{name} {version}" for name, version in sorted(manifest.libraries.items())))
     data = printable(", ".join(f"{name} {digest[:16]}" for name, digest in sorted(manifest.data.items())))
-    loss = "not taken" if manifest.loss is None else f"{manifest.loss:.4f}"
-    print(f"written {_date(manifest.time, seconds=True)} by jaxmnt {printable(manifest.jaxmnt)}, {libraries}")
+    loss = "not measured" if manifest.loss is None else f"{manifest.loss:.4f}"
+    print(
+        f"written {_format_time(manifest.time, with_seconds=True)} by jaxmnt {printable(manifest.jaxmnt)}, {libraries}"
+    )
     print(f"tokens  {manifest.tokens}, held-out loss {loss}")
     print(f"config  {manifest.config_digest[:16]}, data {data}")
     for parent in manifest.lineage:
         row = f", row {parent['row']} of the data" if "row" in parent else ""
         print(printable(f"from    step {parent['step']} of run {parent['run']} ({parent['path']}){row}"))
-    _table(
+    _print_table(
         [("array", "dtype", "shape", "size", "content")]
         + [
             (name, array.dtype, "×".join(map(str, array.shape)) or "scalar", size(array.bytes), array.content)
@@ -107,7 +111,10 @@ def _show(options: argparse.Namespace) -> int:
 
 
 def _diff(options: argparse.Namespace) -> int:
-    """Compares two checkpoints by their manifests: equal contents have equal digests in any run and at any step."""
+    """Compares two checkpoints by their manifests.
+
+    Arrays with the same content have the same digest in any run and at any step.
+    """
     checkpoint_1, checkpoint_2 = (find(text, "checkpoint") for text in (options.first, options.second))
     config_changes = changes(checkpoint_1.config, checkpoint_2.config)
     first, second = checkpoint_1.manifest, checkpoint_2.manifest
@@ -118,16 +125,17 @@ def _diff(options: argparse.Namespace) -> int:
         if first.data.get(source) != second.data.get(source):
             print(f"data    {printable(source)} has different content")
     arrays_1, arrays_2 = first.arrays, second.arrays
-    for label, names in (("only 1", arrays_1.keys() - arrays_2.keys()), ("only 2", arrays_2.keys() - arrays_1.keys())):
-        for name in sorted(names):
-            print(f"{label}  {name}")
+    for name in sorted(arrays_1.keys() - arrays_2.keys()):
+        print(f"only 1  {name}")
+    for name in sorted(arrays_2.keys() - arrays_1.keys()):
+        print(f"only 2  {name}")
     comparable = []
     for name in sorted(arrays_1.keys() & arrays_2.keys()):
-        a, b = arrays_1[name], arrays_2[name]
-        if (a.shape, a.dtype) == (b.shape, b.dtype):
+        array_1, array_2 = arrays_1[name], arrays_2[name]
+        if (array_1.shape, array_1.dtype) == (array_2.shape, array_2.dtype):
             comparable.append(name)
         else:
-            print(f"kind    {name}: {a.dtype}{list(a.shape)} → {b.dtype}{list(b.shape)}")
+            print(f"kind    {name}: {array_1.dtype}{list(array_1.shape)} → {array_2.dtype}{list(array_2.shape)}")
     different = [name for name in comparable if arrays_1[name].content != arrays_2[name].content]
     print(f"content {len(comparable) - len(different)} arrays are the same bit for bit, {len(different)} are not")
     if options.verbose:
@@ -138,11 +146,11 @@ def _diff(options: argparse.Namespace) -> int:
 
 def _export(options: argparse.Namespace) -> int:
     if options.file_gb <= 0:
-        raise ConfigError("--file-gb takes a number above 0")
+        raise ConfigError("--file-gb must be above 0")
     checkpoint = find(options.checkpoint, "checkpoint")
     try:
         tokenizer = tokenizer_of(options.checkpoint, checkpoint)
-    except ConfigError as error:  # an older run without its own tokenizer, whose data is not available here
+    except ConfigError as error:  # an older run without a tokenizer of its own, whose data is not available here
         tokenizer = None
         print(f"note    the export has no tokenizer: {error}", file=sys.stderr)
     files = export(checkpoint, options.output, int(options.file_gb * 1e9), progress, tokenizer)
@@ -152,17 +160,23 @@ def _export(options: argparse.Namespace) -> int:
     return ExitCode.FINISHED
 
 
-def _linked(path: StoragePath) -> str:
+def _describe_link(path: StoragePath) -> str:
+    """Describes where a step that is a symbolic link leads; empty for other steps."""
     return f"a link to {path.readlink()}" if isinstance(path, Path) and is_link(path) else ""
 
 
-def _date(moment: float, *, seconds: bool = False) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S" if seconds else "%Y-%m-%d %H:%M", time.localtime(moment))
+def _format_time(unix_seconds: float, *, with_seconds: bool = False) -> str:
+    pattern = "%Y-%m-%d %H:%M:%S" if with_seconds else "%Y-%m-%d %H:%M"
+    return time.strftime(pattern, time.localtime(unix_seconds))
 
 
-def _table(rows: Sequence[tuple[str, ...]]) -> None:
+def _print_table(rows: Sequence[tuple[str, ...]]) -> None:
     for line in table([tuple(map(printable, row)) for row in rows], right=set()):
         print(line)
+
+
+_STATE_LABELS = {"whole": "valid", "not whole": "not valid"}
+"""How the table of `list` shows states that have an older name in its JSON."""
 
 
 COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {

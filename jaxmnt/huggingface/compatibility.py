@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxmnt.checkpoint.commit import Committed
-from jaxmnt.checkpoint.names import named
+from jaxmnt.checkpoint.names import arrays_by_name
 from jaxmnt.checkpoint.refs import tokenizer_of
 from jaxmnt.config.load import flatten_tree, parse_config
 from jaxmnt.config.model import Model
@@ -115,7 +115,7 @@ def check_same_parameters(origin: Origin, checkpoint: Committed, model: Model) -
     """Raises `ConfigError` if a checkpoint does not have the parameters of `model`, which may be of another family."""
     if origin.model.family == model.family:
         return
-    required = named({"params": define(build_family(model, model.vocab_size or 0)).abstract})
+    required = arrays_by_name({"params": define(build_family(model, model.vocab_size or 0)).abstract})
     arrays = checkpoint.manifest.arrays
     differing = {name for name in arrays if name.startswith("params/")} ^ required.keys()
     for name in required.keys() - differing:

@@ -322,7 +322,7 @@ def _copy_layers(
     total = digest.ZERO
     stacked = len(shape) > len(parts[0].shape)
     layer_bounds = (layer_range.begin, layer_range.end) if stacked else None
-    for start, slices in _pieces(reader.chunk(name), shape, layer_bounds):
+    for start, slices in _pieces(reader.chunk_shape(name), shape, layer_bounds):
         piece = reader.read(name, slices)
         total = digest.add(total, digest.block_digest(piece, start, shape))
         if stacked:

@@ -23,7 +23,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxmnt.checkpoint.arrays import aligned
-from jaxmnt.checkpoint.names import named, unflatten_like
+from jaxmnt.checkpoint.names import arrays_by_name, unflatten_like
 from jaxmnt.checkpoint.restore import raise_together
 from jaxmnt.distributed.coordination import all_gather
 from jaxmnt.distributed.identity import Identity
@@ -51,7 +51,7 @@ def load_parameters(path: Path, definition: Definition, abstract: Params, identi
     process's devices.
     """
     started = time.perf_counter()
-    targets = named(abstract)
+    targets = arrays_by_name(abstract)
     reader = None
     try:
         folder = Folder(path, "run.init_from")

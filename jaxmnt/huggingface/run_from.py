@@ -15,9 +15,9 @@ import jax
 import numpy as np
 
 from jaxmnt.checkpoint.arrays import Writer
-from jaxmnt.checkpoint.commit import begin, commit
+from jaxmnt.checkpoint.commit import begin_step, commit
 from jaxmnt.checkpoint.manifest import Manifest
-from jaxmnt.checkpoint.names import named
+from jaxmnt.checkpoint.names import arrays_by_name
 from jaxmnt.checkpoint.refs import CHECKPOINTS, RUN_FILE
 from jaxmnt.config.load import dump_config, parse_config
 from jaxmnt.config.schema import Config
@@ -56,10 +56,10 @@ def make_run(folder: Folder, out: Path, dtype: str, report_progress: Callable[[s
     tokenizer = _read_tokenizer(folder, vocab_size)
     path = out / CHECKPOINTS / str(STEP)
     path.parent.mkdir(parents=True)
-    begin(path)
+    begin_step(path)
     writer = Writer(path)
     try:
-        for name, leaf in named({"params": definition.abstract}).items():
+        for name, leaf in arrays_by_name({"params": definition.abstract}).items():
             report_progress(name)
             writer.create(name, leaf.shape, np.dtype(dtype))
             parts = parts_by_parameter[name.removeprefix("params/")]

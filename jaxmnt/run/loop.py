@@ -157,13 +157,13 @@ def _save(run: Running) -> None:
     timer, saves, progress = run.monitoring.timer, run.saves, run.progress
     with timer.during("device"):
         run.replicas.check()
-    prepared = saves.saver.prepared_seconds
+    prepared = saves.saver.preparation_seconds
     with run.watchdog.during("saving", run.config.watchdog.save_seconds):
         with timer.during("writing"):
             run.log.settle()
         with _timed_phase(run, "save"):
             run.log.pause(saves.save(progress.step, progress.state, run.log.tokens, progress.loss))
-    timer.move(saves.saver.prepared_seconds - prepared, "save", "writing")
+    timer.move(saves.saver.preparation_seconds - prepared, "save", "writing")
 
 
 def _evaluate(run: Running) -> float | None:

@@ -9,7 +9,7 @@ import jax
 
 from jaxmnt.checkpoint.commit import open_checkpoint
 from jaxmnt.checkpoint.manifest import DamagedError
-from jaxmnt.checkpoint.names import named
+from jaxmnt.checkpoint.names import arrays_by_name
 from jaxmnt.checkpoint.refs import CHECKPOINTS, locate
 from jaxmnt.checkpoint.restore import mismatched_arrays, restore
 from jaxmnt.config.describe import changes
@@ -128,6 +128,6 @@ def _compare_state(run: RunProcess, last: int, state: Callable[[], Any]) -> bool
     except (DamagedError, OSError):
         run.status.line(f"There is no whole checkpoint of step {last} to compare the state with.")
         return True
-    wrong = mismatched_arrays(f"replay to {last}", manifest, named(state()), run.identity)
+    wrong = mismatched_arrays(f"replay to {last}", manifest, arrays_by_name(state()), run.identity)
     run.status.line(f"state of step {last}: {f'DIFFERENT in {listed(wrong, 3)}' if wrong else 'the same, bit for bit'}")
     return not wrong

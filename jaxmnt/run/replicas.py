@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxmnt.checkpoint.device_digest import start_digests
-from jaxmnt.checkpoint.names import named
+from jaxmnt.checkpoint.names import arrays_by_name
 from jaxmnt.errors import UserError
 from jaxmnt.telemetry.events import Events
 
@@ -84,7 +84,7 @@ class Replicas:
         )
 
     def _start(self, step: int, state: Any) -> None:
-        arrays = named(state)
+        arrays = arrays_by_name(state)
         pieces = start_digests(arrays).pieces
         names = sorted(pieces)
         shardings = {name: (arrays[name].sharding, arrays[name].shape) for name in names}

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from jaxmnt.checkpoint.commit import Committed, newest_valid, step_directories, unfinished, unreachable_steps
+from jaxmnt.checkpoint.commit import Committed, newest_valid, step_directories, unfinished_activity, unreachable_steps
 from jaxmnt.checkpoint.refs import CHECKPOINTS, YAML_ERRORS, RunFile, find, read_run
 from jaxmnt.config.describe import Change, maths_settings
 from jaxmnt.config.load import dump_config, parse_config
@@ -251,7 +251,9 @@ def _has_damaged(root: StoragePath) -> bool:
     """
     names = [path.name for path in root.iterdir()] if root.is_dir() else []
     steps = [path for _, path in step_directories(root)]
-    return any(".damaged" in name for name in names) or any(is_link(path) or not unfinished(path) for path in steps)
+    return any(".damaged" in name for name in names) or any(
+        is_link(path) or not unfinished_activity(path) for path in steps
+    )
 
 
 def _read_accepted(directories: list[StoragePath]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 from jaxmnt.checkpoint.commit import add_loss, step_directories
 from jaxmnt.checkpoint.device_digest import start_digests
 from jaxmnt.checkpoint.manifest import DamagedError, Manifest
-from jaxmnt.checkpoint.names import named
+from jaxmnt.checkpoint.names import arrays_by_name
 from jaxmnt.checkpoint.refs import CHECKPOINTS
 from jaxmnt.checkpoint.retention import SaveTimer, shortage, space_needed
 from jaxmnt.checkpoint.saver import Saver, SaveResult
@@ -63,7 +63,7 @@ class CheckpointManager:
 
     def prepare(self, state: Any) -> None:
         """Compiles the programs that a save runs on the devices, so that the first save does not wait for them."""
-        start_digests(named(self._program.to_canonical(state))).wait()
+        start_digests(arrays_by_name(self._program.to_canonical(state))).wait()
 
     @property
     def succeeded(self) -> bool:
@@ -88,7 +88,7 @@ class CheckpointManager:
 
     def wants(self) -> bool:
         """Returns True if process 0 requests a save: it is due by time, or the last one failed."""
-        if self._identity.process_id != 0 or self.saver.busy:
+        if self._identity.process_id != 0 or self.saver.is_saving:
             return False
         now = time.monotonic()
         return self._clock.due(now) or (self._retry_at is not None and now >= self._retry_at)

@@ -34,7 +34,7 @@ from jaxmnt.checkpoint import manifest as manifests
 from jaxmnt.checkpoint.commit import ORBAX_MARKER, SMALL_BYTES, commit, open_checkpoint
 from jaxmnt.checkpoint.export import verify
 from jaxmnt.checkpoint.manifest import MANIFEST_FILE, DamagedError, Manifest, OtherFormatError
-from jaxmnt.checkpoint.names import named, nested, unflatten_like
+from jaxmnt.checkpoint.names import arrays_by_name, nested_arrays, unflatten_like
 from jaxmnt.checkpoint.restore import restore
 from jaxmnt.checkpoint.retention import SpaceNeeded
 from jaxmnt.checkpoint.saver import Saver, State
@@ -132,12 +132,12 @@ def prepare(folder: Path, seed: int) -> Originals:
     """Writes the checkpoints to start from. Needs eight devices."""
     mesh = _mesh(2, 4)
     state = _state(mesh, seed)
-    names = named(state)
+    names = arrays_by_name(state)
     root = folder / "run" / "checkpoints"
     checkpoint = _save(root, RUN, STEP, state)
     swapped = {}
     for number, (a, b) in enumerate(SWAPS):
-        exchanged = nested(names | {a: _placed_as(names[b], names[a]), b: _placed_as(names[a], names[b])})
+        exchanged = nested_arrays(names | {a: _placed_as(names[b], names[a]), b: _placed_as(names[a], names[b])})
         swapped[a, b] = _save(folder / f"swapped{number}", RUN, STEP, exchanged)
     return Originals(
         folder=folder,
@@ -353,7 +353,7 @@ def _try_restore(copy: Path, originals: Originals) -> str:
         return "detected"
     except Exception as error:  # a crash is a result, too
         return f"crashed ({type(error).__name__}: {error})"
-    same = {name: np.asarray(array).tobytes() for name, array in named(state).items()} == originals.contents
+    same = {name: np.asarray(array).tobytes() for name, array in arrays_by_name(state).items()} == originals.contents
     return "identical" if same else "different"
 
 
@@ -375,13 +375,13 @@ def _state(mesh: Mesh, seed: int) -> State:
     for name, shape in COUNTERS.items():
         values = rng.integers(0, 1 << 30, shape, np.int32)
         arrays[f"counters/{name}"] = jax.device_put(values, NamedSharding(mesh, P()))
-    return nested(arrays)
+    return nested_arrays(arrays)
 
 
 def _abstract(state: State, mesh: Mesh) -> State:
     """The same arrays on another mesh, each split along another dimension."""
     wanted = {}
-    for name, array in named(state).items():
+    for name, array in arrays_by_name(state).items():
         spec = P(*reversed([*array.sharding.spec, *[None] * (array.ndim - len(array.sharding.spec))]))
         wanted[name] = jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=NamedSharding(mesh, spec))
     return unflatten_like(state, wanted)
