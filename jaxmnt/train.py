@@ -82,14 +82,14 @@ def meet_and_train(
                 identity,
                 lambda why: early_exit.fail(why),
                 early_exit.exit_early,
-                beside=options.replay is not None,
+                ignore_file=options.replay is not None,
             )
         )
         # Training is imported before the rendezvous, so that the import does not count as waiting for the others.
         from jaxmnt.run.replay import replay
         from jaxmnt.run.resume import ResumeFlags
+        from jaxmnt.run.training_run import train_in
         from jaxmnt.run.values import run_process
-        from jaxmnt.run.whole import train_in
 
         clock.lap("import")
         heartbeat = stack.enter_context(
@@ -115,8 +115,8 @@ def train(
     existing run aside and begins a new one.
     """
     from jaxmnt.run.resume import ResumeFlags
+    from jaxmnt.run.training_run import train_in
     from jaxmnt.run.values import run_process
-    from jaxmnt.run.whole import train_in
 
     with run_process(config, devices=devices) as process:
         return train_in(process, ResumeFlags(accept_changes, fresh))

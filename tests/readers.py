@@ -275,10 +275,10 @@ def _are_steps(found: Any, undamaged: Any) -> str | None:
 
 
 def _evaluated(folder: Path) -> Any:
-    from jaxmnt.run.loop import evaluation_is_missing
+    from jaxmnt.run.loop import is_evaluation_missing
 
     start, directory = SimpleNamespace(kind="own", step=10), folder / "run"
-    return evaluation_is_missing(SimpleNamespace(start=start, directory=directory, identity=Identity()))
+    return is_evaluation_missing(SimpleNamespace(start=start, directory=directory, identity=Identity()))
 
 
 def _inside(*arguments: str) -> Callable[[Path], Any]:

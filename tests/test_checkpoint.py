@@ -566,7 +566,8 @@ def test_the_lock_of_a_dead_process_is_taken_over(tmp_path, quick_lock):
 @pytest.mark.parametrize("alive", [True, False])
 def test_a_holder_elsewhere_is_believed_by_its_signs(tmp_path, quick_lock, alive):
     """Its machine is another, its clock anything: only that the number goes up counts."""
-    holder = json.loads(lock._describe_me()) | {"machine": "elsewhere", "host": "far", "since": "2001-01-01 00:00:00"}
+    here = json.loads(lock._describe_this_process())
+    holder = here | {"machine": "elsewhere", "host": "far", "since": "2001-01-01 00:00:00"}
     (tmp_path / "lock.json").write_text(json.dumps(holder))
     (tmp_path / "lock.beat").write_text("1")
     end, told = threading.Event(), []
@@ -603,7 +604,7 @@ def test_a_torn_lock_is_nobodys(tmp_path, quick_lock):
 def test_a_job_whose_lock_was_taken_stops(tmp_path, quick_lock):
     with lock.RunLock(tmp_path) as ours:
         ours.acquire()
-        (tmp_path / "lock.json").write_text(lock._describe_me())
+        (tmp_path / "lock.json").write_text(lock._describe_this_process())
         deadline = time.monotonic() + 10
         with pytest.raises(UserError, match="another job has taken the lock of"):
             while time.monotonic() < deadline:
@@ -618,7 +619,7 @@ def test_a_job_whose_lock_was_taken_stops(tmp_path, quick_lock):
 def test_a_job_that_has_lost_its_lock_commits_nothing(tiny, tmp_path, monkeypatch):
     """Suspended over its next sign of life, it does not know it yet when a save is about to be committed."""
     monkeypatch.setattr(lock, "_BEAT_SECONDS", 600)
-    original, others = arrays.Reader.open_all, lock._describe_me()
+    original, others = arrays.Reader.open_all, lock._describe_this_process()
 
     def lose(opened):
         original(opened)

@@ -120,11 +120,11 @@ class Noted(ExitHandler):
 
 def test_before_the_first_step_a_wish_ends_the_process_and_after_it_it_waits(tmp_path):
     ended = []
-    with StopRequest(tmp_path, lambda why: None, early=ended.append) as request:
+    with StopRequest(tmp_path, lambda why: None, end_before_steps=ended.append) as request:
         os.kill(os.getpid(), signal.SIGTERM)
         until(lambda: ended)
     assert ended == ["SIGTERM"]
-    with StopRequest(tmp_path, lambda why: None, early=ended.append) as request:
+    with StopRequest(tmp_path, lambda why: None, end_before_steps=ended.append) as request:
         request.begin_steps()
         os.kill(os.getpid(), signal.SIGTERM)
         until(lambda: request.wanted)
@@ -133,16 +133,16 @@ def test_before_the_first_step_a_wish_ends_the_process_and_after_it_it_waits(tmp
 
 
 def test_a_stop_file_is_removed_when_it_ends_a_start(tmp_path, monkeypatch):
-    monkeypatch.setattr(preemption, "_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(preemption, "_POLL_SECONDS", 0.01)
     (tmp_path / "STOP").touch()
     ended = []
-    with StopRequest(tmp_path, lambda why: None, early=ended.append):
+    with StopRequest(tmp_path, lambda why: None, end_before_steps=ended.append):
         until(lambda: ended)
     assert ended == ["STOP"] and not (tmp_path / "STOP").exists()
 
 
 def test_a_stop_file_that_cannot_be_removed_is_told(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(preemption, "_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(preemption, "_POLL_SECONDS", 0.01)
     (tmp_path / "STOP").mkdir()
     with StopRequest(tmp_path, lambda why: None) as request:
         until(lambda: request.wanted)
@@ -151,12 +151,12 @@ def test_a_stop_file_that_cannot_be_removed_is_told(tmp_path, monkeypatch, capsy
 
 
 def test_a_stop_file_is_for_the_run_and_not_for_a_replay_of_it(tiny, monkeypatch):
-    monkeypatch.setattr(preemption, "_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(preemption, "_POLL_SECONDS", 0.01)
     config = tiny()
     run = Path(config.run.dir)
     run.mkdir()
     (run / "STOP").touch()
-    with stop_request(config, Identity(), lambda why: None, beside=True) as request:
+    with stop_request(config, Identity(), lambda why: None, ignore_file=True) as request:
         time.sleep(0.1)
     assert not request.wanted and (run / "STOP").exists()
 
@@ -169,7 +169,7 @@ def test_no_step_begins_in_a_process_that_is_leaving(tmp_path):
         time.sleep(0.3)
         left.set()
 
-    with StopRequest(tmp_path, lambda why: None, early=early) as request:
+    with StopRequest(tmp_path, lambda why: None, end_before_steps=early) as request:
         os.kill(os.getpid(), signal.SIGTERM)
         assert leaving.wait(5)
         request.begin_steps()

@@ -444,7 +444,7 @@ def test_a_dataset_that_is_changed_where_no_sample_is_taken_is_another(asked, mo
     if samples[0] != samples[1]:
         pytest.fail("the document that has changed is a sample: choose another for this test")
     shutil.rmtree(tmp := Path(config.run.dir) / "data_index")
-    with pytest.raises(ConfigError, match="data holds something else than before"):
+    with pytest.raises(ConfigError, match="data has other content than before"):
         train(other, devices=jax.devices()[:1])
     assert tmp.is_dir()
 

@@ -21,7 +21,7 @@ from jaxmnt.distributed.rendezvous import Peer
 from jaxmnt.distributed.termination import ExitHandler, ExitReason, StoppedError
 from jaxmnt.errors import ExitCode
 from jaxmnt.run.failed_start import FailedStartRecorder
-from jaxmnt.run.watchdog import _LOOK_SECONDS, Watchdog
+from jaxmnt.run.watchdog import _POLL_SECONDS, Watchdog
 
 COUNT = 3
 
@@ -229,7 +229,7 @@ class Looks:
         return False
 
     def __call__(self, seconds):
-        for _ in range(round(seconds / _LOOK_SECONDS)):
+        for _ in range(round(seconds / _POLL_SECONDS)):
             assert self._idle.acquire(timeout=10)
             self._asked.release()
         assert self._idle.acquire(timeout=10)

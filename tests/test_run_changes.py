@@ -168,7 +168,7 @@ def test_a_jump_of_the_learning_rate_has_to_be_accepted(going_on, tiny, capsys):
 def test_a_run_that_has_begun_refuses_another_origin(going_on, tiny):
     """It would go on as it began, and say that it came from elsewhere."""
     for key in ("run.fork_from", "run.init_from"):
-        with pytest.raises(ConfigError, match=f"{key}: .* has begun without it and is at step 20; leave {key} out"):
+        with pytest.raises(ConfigError, match=f"{key}: .* began without it and is at step 20; leave {key} out"):
             opened(going_on(f"{key}=runs/other@5"))
     branch = (f"run.dir={tiny().run.dir}-branch", f"run.fork_from={tiny().run.dir}@15", "train.stop_after=17")
     going_on()
@@ -356,7 +356,7 @@ def test_a_run_that_was_set_aside_is_found_where_its_checkpoints_are(tiny, whole
 
 @pytest.mark.parametrize(
     ("source", "words"),
-    [("{run}@4", "has no checkpoint of step 4"), ("{run}@15", "is of the run that --fresh sets aside")],
+    [("{run}@4", "has no checkpoint of step 4"), ("{run}@15", "belongs to the run that --fresh sets aside")],
 )
 @pytest.mark.parametrize("kind", ["fork", "init"])
 def test_what_cannot_begin_sets_nothing_aside(tiny, whole_run, kind, source, words):
@@ -386,7 +386,7 @@ def test_a_job_starts_over_once(going_on, monkeypatch):
     again = opened(config, fresh=True)
     assert (
         again.run == first.run
-        and "--fresh was done at an earlier start of this job, which goes on now" in again.remarks
+        and "--fresh took effect at an earlier start of this job, so the run that it began continues" in again.remarks
     )
     assert "a" * 64 not in (Path(config.run.dir) / "run.json").read_text(), "the key is a secret"
     known = RunFile(run="r", lineage=[], begun_by=fresh.job_identifiers(os.environ))

@@ -80,8 +80,8 @@ def directories(draw) -> RunDirectory:
     lacks = checkpoint is None
     return RunDirectory(
         Path("/r"), root, known, checkpoint, foreign_checkpoint, earlier, away,
-        damaged=lacks and draw(st.booleans()),
-        committed=draw(st.sampled_from([0, 20])) if lacks and known is not None else 0,
+        has_damaged=lacks and draw(st.booleans()),
+        last_committed_step=draw(st.sampled_from([0, 20])) if lacks and known is not None else 0,
         accepted={} if lacks else draw(st.sampled_from([{}, {"optimizer.beta2": 0.5}, {"optimizer.beta2": 0.4}])),
     )  # fmt: skip
 
@@ -107,19 +107,19 @@ def test_a_run_goes_on_from_its_newest_checkpoint_or_begins_where_nothing_is_los
     elif found.checkpoint_elsewhere is not None and found.checkpoint_elsewhere.step > newest:
         assert refused.exit_code == ExitCode.CONFIG
         assert (
-            f"/before has the checkpoint of step {found.checkpoint_elsewhere.step} of /r, and the newest in /r is"
+            f"/before has the checkpoint of step {found.checkpoint_elsewhere.step} of /r, but the newest in /r is"
             in str(refused)
         )
     elif found.unreachable and found.unreachable[-1][0] > newest:
         assert refused.exit_code == ExitCode.FAILURE, "it may come back"
         assert f"checkpoint {found.unreachable[-1][1]} is a broken link" in str(refused)
     elif found.checkpoint is None:
-        assert decision.resume is None and decision.only_damaged == found.damaged
-        lost = found.committed and not found.damaged
+        assert decision.resume is None and decision.only_damaged == found.has_damaged
+        lost = found.last_committed_step and not found.has_damaged
         assert (decision.refusal is not None) == bool(lost)
         if lost:
             assert decision.refusal.exit_code == ExitCode.FAILURE
-            assert f"although this run committed one of step {found.committed}" in str(decision.refusal)
+            assert f"although this run committed one of step {found.last_committed_step}" in str(decision.refusal)
     else:
         goes_on_as_decided(found, config, change, accept, decision)
 
@@ -304,7 +304,7 @@ class ARunsDirectory(RuleBasedStateMachine):
                 assert (start.step, start.run, start.kind) == (newest, self.run, "own")
                 assert start.checkpoint.path == self.root / str(newest)
             elif "damaged" in here.values() or (self.set_aside and not self.hidden):
-                with pytest.raises(ConfigError, match=r"no whole checkpoint is left in .*, only damaged ones"):
+                with pytest.raises(ConfigError, match=r"no valid checkpoint is left in .*, only damaged ones"):
                     self.resumed()
             elif self.committed:
                 with pytest.raises(UserError, match="although this run committed one of step") as caught:

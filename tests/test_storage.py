@@ -181,10 +181,10 @@ def test_a_run_with_its_checkpoints_in_a_bucket(tiny, tmp_path, address, whole_r
         assert capsys.readouterr().out.count("valid, ") == 2
     with pytest.raises(
         ConfigError,
-        match=r"checkpoint\.dir: gs://.* has the checkpoint of step 20 of .*, and .* step 0",
+        match=r"checkpoint\.dir: gs://.* has the checkpoint of step 20 of .*, but .* step 0",
     ):
         train(tiny(f"run.dir={tmp_path / 'second'}"), devices=one_device())
-    with pytest.raises(ConfigError, match=r"checkpoint\.dir: .*whole.* is of run .*, gs://bucket/.* is of run "):
+    with pytest.raises(ConfigError, match=r"checkpoint\.dir: .*whole.* belongs to run .*, gs://bucket/.* belongs to"):
         train(tiny(there[0], f"run.dir={shutil.copytree(whole_run.run.dir, tmp_path / 'whole')}"), devices=one_device())
 
 
@@ -264,7 +264,7 @@ def test_a_bucket_that_fails_later_fails_a_save(tiny, cloud, address, capsys, mo
 
 def test_two_jobs_and_one_address(tiny, address, monkeypatch):
     monkeypatch.setattr(lock, "_BEAT_SECONDS", 0.05)
-    monkeypatch.setattr(lock, "_LEAVING_SECONDS", 0.5)
+    monkeypatch.setattr(lock, "_EXIT_TIMEOUT_SECONDS", 0.5)
     config = tiny(f"checkpoint.dir={address}")
     Path(config.run.dir).mkdir()
     for where in (Path(config.run.dir), storage_path(address)):

@@ -179,7 +179,7 @@ def test_slow_processes_of_a_run_are_named(tiny_file, tmp_path):
         assert any(first <= step <= first + 30 for step in named), (process, phase, found)
     # What else the machine does may make saves of tiny files long; nothing else is named without a reason.
     assert sum(phase != "save" for _, phase, _ in found) == 2, found
-    assert "process 2 of 4 on " in done.stdout and "for waiting for input it takes" in done.stdout
+    assert "process 2 of 4 on " in done.stdout and "more than they do for waiting for input" in done.stdout
     heard = [json.loads(line) for line in (tmp_path / "told").read_text().splitlines()]
     assert {one["at_fault"] for one in heard if one["kind"] == "straggler"} >= {1, 2, 3}
     lines = [line for line in read_lines(run / PHASE_LINES) if line["kind"] == "phases"]

@@ -166,7 +166,7 @@ def test_nothing_but_damaged_checkpoints_is_not_trained_over(tiny, whole_run):
     for _, path in step_directories(Path(config.run.dir) / "checkpoints"):
         (path / "params" / "_METADATA").unlink()
     for _ in range(2):
-        with pytest.raises(ConfigError, match=r"no whole checkpoint is left .* only damaged ones"):
+        with pytest.raises(ConfigError, match=r"no valid checkpoint is left .* only damaged ones"):
             train(config, devices=one_device())
     assert len(list((Path(config.run.dir) / "checkpoints").glob("*.damaged"))) == 3
 

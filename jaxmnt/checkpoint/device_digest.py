@@ -30,8 +30,7 @@ class Digests:
     """Digests that the devices are computing. The digested arrays may be donated in the meantime."""
 
     pieces: dict[str, Array]
-    """By array name, uint32 [devices, 2]: the digest of the piece that each device holds, so replicas can be
-    compared."""
+    """The digests of the pieces that the devices hold, uint32 [devices, 2] by array name, to compare replicas."""
     first_holders: dict[str, list[jax.Device]]
     """The devices of this process that hold the first copy of a piece, by array name."""
 

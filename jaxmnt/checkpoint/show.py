@@ -176,7 +176,7 @@ def _print_table(rows: Sequence[tuple[str, ...]]) -> None:
 
 
 _STATE_LABELS = {"whole": "valid", "not whole": "not valid"}
-"""How the table of `list` shows states that have an older name in its JSON."""
+"""The labels in the table of `list` for states that have older names in its JSON."""
 
 
 COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {

@@ -1,4 +1,4 @@
-"""Compiles the steps of a run, before the first batch is read."""
+"""Compiles the training step of a run, before the first batch is read."""
 
 from collections.abc import Callable
 
@@ -14,14 +14,15 @@ from jaxmnt.telemetry.events import FORMAT, Events, event_file, log_sizes, repai
 from jaxmnt.training.compile import Program, compile_program
 from jaxmnt.training.spec import StepSpec
 
-_A_DAY_SECONDS = 86400.0
+_DEFAULT_TIMEOUT_SECONDS = 86400.0
+"""Timeout for the other processes to compile, if `watchdog.compile_seconds` is not set."""
 
 
-def compile_run(run: OpenedRun, opened: Callable[[], None]) -> CompiledRun:
-    """Opens the run's event log and compiles its step. Calls `opened` just before the event log is opened."""
+def compile_run(run: OpenedRun, before_events: Callable[[], None]) -> CompiledRun:
+    """Opens the run's event log and compiles its step. Calls `before_events` just before it opens the event log."""
     use_compile_cache(run.config.run.compile_cache, run.directory)
     run.clock.lap("data")
-    opened()
+    before_events()
     spending = None
     price = run.config.launch.cost_per_gpu_hour
     if run.writes and price is not None:
@@ -34,32 +35,36 @@ def compile_run(run: OpenedRun, opened: Callable[[], None]) -> CompiledRun:
 
 
 def compile_steps(run: RunWithData) -> Program:
-    """Compiles the steps in all processes together. The config of the program's spec has a number for `mesh.zero`."""
+    """Compiles the training step in all processes together.
+
+    The config of the program's spec has a number for `mesh.zero`, even if the user's config has `auto`.
+    """
     limit = run.config.watchdog.compile_seconds
-    zero_lines = []
+    zero_lines: list[str] = []
 
     def resolve(spec: StepSpec) -> Config:
         config, zero = resolve_zero(spec)
-        zero_lines.extend([] if zero is None else zero.lines(resumed=run.zero_is_auto and not zero.is_auto))
+        if zero is not None:
+            zero_lines.extend(zero.lines(resumed=run.zero_is_auto and not zero.is_auto))
         return config
 
     with run.watchdog.during("compiling", limit):
         program = compile_program(run.config, run.data.vocab_size, run.devices, run.host_of, resolve=resolve)
-        # Without the barrier, a process that finds the program in a cache would count the compile time of the others
-        # as part of its first step.
-        barrier("every process has compiled", run.identity, limit or _A_DAY_SECONDS)
+        # Without the barrier, a process that finds the program in a cache would wait in its first step for the others
+        # to compile, and would count that as the time of the step.
+        barrier("every process has compiled", run.identity, limit or _DEFAULT_TIMEOUT_SECONDS)
     report.print_program(run.status, program, zero_lines)
     return program
 
 
 def _begin_events(run: OpenedRun) -> Events:
-    """Opens this process's event log and writes the start event. From now on nothing else writes to its file."""
+    """Opens this process's event log and writes the start event. From then on only the log writes to its file."""
     process = run.identity.process_id
     repair(event_file(run.directory, process))
     events = Events(run.directory, process)
     events.written = run.notifier
-    for trouble in run.start.damaged if run.writes else []:
-        events.write("checkpoint_damaged", why=trouble)
+    for message in run.start.damaged if run.writes else []:
+        events.write("checkpoint_damaged", why=message)
     environment = {"environment": report.environment(run.devices)} if run.writes else {}
     events.write(
         "start", format=FORMAT, run=run.start.run, step=run.start.step, processes=run.identity.processes,

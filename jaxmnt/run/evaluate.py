@@ -1,7 +1,7 @@
 """Evaluates a run's model between steps: the held-out loss, and samples of text.
 
-An evaluation is exact: each token of a fixed part of every source's held-out data counts once, whatever the number of
-hosts. `train.eval_tokens` sets the size of that part.
+An evaluation is exact: each token of a fixed part of every source's held-out data counts once, regardless of the number
+of hosts. `train.eval_tokens` sets the size of that part.
 """
 
 import functools
@@ -33,7 +33,7 @@ _TEMPERATURE = 0.7
 class Evaluator:
     """Evaluates on the held-out split of each source that has one, and on the config's evaluation sets.
 
-    The rows are planned once, so every evaluation of a run reads the same ones.
+    The rows are planned once, so every evaluation of a run reads the same rows.
     """
 
     def __init__(self, program: Program, data: Sources):
@@ -47,53 +47,58 @@ class Evaluator:
         self._rows = process_rows(program.batch_sharding, program.eval_rows, config.data.sequence_length)
 
     def _limit_rows(self, tokens: int | None, length: int) -> None:
-        """Distributes `tokens` over sources and sets in proportion to their sizes, with at least one row each."""
+        """Limits an evaluation to `tokens`, in rows of `length`, divided among the sources and sets in proportion to
+        their sizes. Each gets at least one row."""
         if tokens is None:
             return
-        row_limit = -(-tokens // length)
+        row_limit = -(-tokens // length)  # rounded up
         all_rows = sum(part.row_count for part in self._parts.values())
         for part in self._parts.values():
             part.limit_rows(max(1, round(part.row_count * row_limit / all_rows)))
 
     def compile(self) -> None:
-        """Compiles the evaluation, if any data is held out. Does nothing if it is compiled already."""
+        """Compiles the evaluation if any data is held out and it is not compiled yet."""
         if self._parts:
-            _ = self._program.evaluate
+            _ = self._program.evaluate  # compiled at the first access
 
     def __call__(
         self,
         state: dict[str, Any],
-        stop: Callable[[], bool] = lambda: False,
+        should_stop: Callable[[], bool] = lambda: False,
         note_progress: Callable[[str], None] = lambda done: None,
     ) -> dict[str, EvaluationSums] | None:
         """Returns the result of each source and set, equal in all processes. Empty if no data is held out.
 
-        A source without targets has a sum over 0 tokens. Calls `stop` before each batch to ask whether this process
-        should stop, and `note_progress` after each batch. Returns None, in all processes after the same batch, if any
-        process stops.
+        The result of a source without targets is a sum over 0 tokens. Calls `should_stop` before each batch to ask
+        whether this process wants to stop, and `note_progress` after each batch. If any process wants to stop, returns
+        None in all processes after the same batch.
         """
         results = {}
-        done = 0
-        batches = sum(-(-part.row_count // self._program.eval_rows) for part in self._parts.values())
+        batches_done = 0
+        batch_count = sum(-(-part.row_count // self._program.eval_rows) for part in self._parts.values())
         for name, part in self._parts.items():
-            loss, tokens = 0.0, 0
-            for values in self._batches(model_state(state), part, stop):
-                done += 1
-                note_progress(f"batch {done} of {batches}")
+            loss_sum, tokens = 0.0, 0
+            for values in self._evaluate_batches(model_state(state), part, should_stop):
+                batches_done += 1
+                note_progress(f"batch {batches_done} of {batch_count}")
                 if values["stop"]:
                     return None
-                loss, tokens = loss + float(values["loss_sum"]), tokens + int(values["tokens"])
-            results[name] = EvaluationSums(loss, tokens, part.bytes_per_target and tokens * part.bytes_per_target)
+                loss_sum += float(values["loss_sum"])
+                tokens += int(values["tokens"])
+            target_bytes = part.bytes_per_target and tokens * part.bytes_per_target
+            results[name] = EvaluationSums(loss_sum, tokens, target_bytes)
         return results
 
-    def _batches(self, model: dict[str, Any], part: EvaluationData, stop: Callable[[], bool]) -> Iterator[Any]:
-        """Yields the values of each batch, fetched while the devices compute the next one."""
+    def _evaluate_batches(
+        self, model: dict[str, Any], part: EvaluationData, should_stop: Callable[[], bool]
+    ) -> Iterator[Any]:
+        """Yields the results of each batch, which are fetched while the devices evaluate the next batch."""
         program, settings = self._program, self._program.spec.config.data
         batches = part.batches(self._rows, program.eval_rows, prefetch=settings.prefetch, threads=settings.read_threads)
         pending = None
-        for local in batches:
-            placed = to_devices(local, self._rows, program.eval_rows, program.batch_sharding)
-            dispatched = program.evaluate(model, placed | {"control": self._control.array(stop=stop())})
+        for local_batch in batches:
+            device_batch = to_devices(local_batch, self._rows, program.eval_rows, program.batch_sharding)
+            dispatched = program.evaluate(model, device_batch | {"control": self._control.array(stop=should_stop())})
             if pending is not None:
                 yield jax.device_get(pending)
             pending = dispatched
@@ -104,8 +109,8 @@ class Evaluator:
 class Sampler:
     """Continues the prompts of the config, on all devices of the run.
 
-    Inference uses no pipeline: its mesh has the stages as additional ways of fsdp. So the devices hold a second copy
-    of the parameters for a while, in the compute dtype.
+    Inference uses no pipeline. Its mesh divides the parameters over the pipeline's stages as additional fsdp ways, so
+    the devices hold a second copy of the parameters for a while, in the compute dtype.
     """
 
     def __init__(self, program: Program, data: Sources):
@@ -114,61 +119,68 @@ class Sampler:
         if not data.is_text:
             raise ConfigError("telemetry.samples: the data does not record the tokenizer of its tokens; leave it out")
         self._tokenizer = tokenizer_of_data(data.tokenizer, data.vocab_size, data.folder).open()
-        self._prompts = [self._encoded(text) for text in self._config.telemetry.samples]
+        self._prompts = [self._encode_prompt(text) for text in self._config.telemetry.samples]
 
     def compile(self) -> None:
-        """Prepares the transfer of the parameters; the first samples compile the programs of the generator."""
+        """Prepares the transfer of the parameters.
+
+        The generator compiles its programs when it makes the first samples.
+        """
         _ = self._inference_model
 
     @functools.cached_property
     def _inference_model(self) -> tuple[Callable[[Any], Any], Generator]:
-        """Returns a function that casts and moves the model to the inference mesh, and a generator there."""
+        """Returns a function that casts the model and moves it to the inference mesh, and a generator on that mesh."""
         program, mesh = self._program, self._config.mesh
         inference_mesh = without_stages(mesh, program.spec.placement.sizes)
         devices = list(program.spec.placement.mesh.devices.flat)
         spec = inference_spec(self._config, self._data.vocab_size, inference_mesh, devices)
         abstract = model_state(canonical_abstract(spec, abstract_state(spec)))
 
-        def place(model: Any) -> Any:
+        def cast_and_move(model: Any) -> Any:
             cast = lambda leaf, names: leaf if SCALES_AND_BIASES & {*names} else leaf.astype(spec.dtype)
             return model | {"params": map_with_axes(cast, model["params"], spec.definition.axes)}
 
         shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
-        return jax.jit(place, out_shardings=shardings), Generator(spec)
+        return jax.jit(cast_and_move, out_shardings=shardings), Generator(spec)
 
     def __call__(
         self, state: Any, step: int, note_progress: Callable[[str], None] = lambda done: None
     ) -> list[dict[str, str]]:
         """Returns each prompt with its continuation, equal in all processes. Calls `note_progress` at each token."""
-        place, generator = self._inference_model
+        cast_and_move, generator = self._inference_model
         settings = self._config.telemetry
-        generated = []
-        model = place(self._program.to_canonical(model_state(state)))
+        token_rows = []  # the next token of every prompt, one array for each position
+        model = cast_and_move(self._program.to_canonical(model_state(state)))
         weights = generator.place(model["params"], model.get("buffers", {}))
         sampling = Sampling(_TEMPERATURE, seed=self._config.seed + step)
         for tokens in generator.generate(weights, self._prompts, settings.sample_tokens, sampling):
-            generated.append(tokens)
-            note_progress(f"token {len(generated)} of {settings.sample_tokens} of the samples")
-        end = self._data.end_of_document
+            token_rows.append(tokens)
+            note_progress(f"token {len(token_rows)} of {settings.sample_tokens} of the samples")
+        end_id = self._data.end_of_document
         return [
-            {"prompt": text, "text": decode_after(self._tokenizer, prompt, row[: _length(row, end)])}
-            for text, prompt, row in zip(settings.samples, self._prompts, np.stack(generated, axis=1), strict=True)
+            {"prompt": text, "text": decode_after(self._tokenizer, prompt, row[: _length_before(row, end_id)])}
+            for text, prompt, row in zip(settings.samples, self._prompts, np.stack(token_rows, axis=1), strict=True)
         ]
 
-    def _encoded(self, text: str) -> np.ndarray:
-        end, longest = self._data.end_of_document, self._config.data.sequence_length
-        ids = ([] if end is None else [end]) + self._tokenizer.encode_batch([text])[0].tolist()
+    def _encode_prompt(self, text: str) -> np.ndarray:
+        end_id, max_length = self._data.end_of_document, self._config.data.sequence_length
+        ids = ([] if end_id is None else [end_id]) + self._tokenizer.encode_batch([text])[0].tolist()
         if not ids:
-            raise ConfigError("telemetry.samples: a prompt is empty, and no token ends documents; give some text")
-        if len(ids) + self._config.telemetry.sample_tokens > longest:
+            raise ConfigError(
+                "telemetry.samples: a prompt is empty, and the data has no end-of-document token that could begin it; "
+                "give some text"
+            )
+        if len(ids) + self._config.telemetry.sample_tokens > max_length:
             raise ConfigError(
                 f"telemetry.samples: {shortened(repr(text))} has {len(ids)} tokens; with telemetry.sample_tokens "
-                f"({self._config.telemetry.sample_tokens}) it must fit data.sequence_length ({longest}); shorten one"
+                f"({self._config.telemetry.sample_tokens}) it must fit data.sequence_length ({max_length}); shorten "
+                "the prompt or the sample"
             )
         return np.array(ids, np.int32)
 
 
-def _length(row: np.ndarray, end: int | None) -> int:
-    """Returns the number of tokens before the end of the document."""
-    ended = np.flatnonzero(row == (-1 if end is None else end))
-    return int(ended[0]) if len(ended) else len(row)
+def _length_before(row: np.ndarray, end_id: int | None) -> int:
+    """Returns the number of tokens in `row` before the first `end_id`, which ends documents."""
+    end_positions = np.flatnonzero(row == (-1 if end_id is None else end_id))
+    return int(end_positions[0]) if len(end_positions) else len(row)

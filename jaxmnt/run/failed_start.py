@@ -21,14 +21,14 @@ from jaxmnt.telemetry.events import FAILED_START, Events, event_file, read_lines
 from jaxmnt.telemetry.notify import Notifier
 
 _START_ERROR_CODES = (ExitCode.CONFIG, ExitCode.PREFLIGHT)
-"""Exit codes of errors found at the start. If the error names a host, it is recorded as a failed start."""
+"""Exit codes of errors that are found at the start. An error that names a host is recorded as a failed start."""
 
 
 class FailedStartRecorder:
-    """Writes an event for an error in its context that names hosts or processes, and for the end of this process.
+    """Context manager that writes an event if an error in it names hosts or processes, or if this process ends in it.
 
-    Used as a context manager. An abandoned start ends the process here, with the exit code that means that nothing is
-    lost. After `run_opened()` the run records its own end; this records only errors that name a host or a process.
+    If the start is abandoned, ends the process with the exit code that means that nothing is lost. After `run_opened()`
+    the run records its own end, and this class records only errors that name a host or a process.
     """
 
     def __init__(self, config: Config, identity: Identity, exit_handler: ExitHandler):
@@ -47,16 +47,16 @@ class FailedStartRecorder:
 
     def __exit__(self, kind: object, raised: BaseException | None, trace: object) -> None:
         if raised is None:
-            self._hooks.close()  # after an error the hook stays, for the end of the process that follows
+            self._hooks.close()  # after an error the hook stays, because the process is about to end
         elif isinstance(raised, UserError):
             self._end_with(raised)
         elif isinstance(raised, Exception) and not self._run_is_open and self._exit_handler.exit_reason is None:
-            # With an exit reason the other processes know of the failure, and the hook records it.
+            # If there is an exit reason, the other processes know of the failure, and the hook records it.
             why, host = summary(raised), socket.gethostname()
             self._try_to_record(ExitReason("failed", why, ExitCode.FAILURE, self._identity.process_id, host))
 
     def _end_with(self, raised: UserError) -> None:
-        """Records the error, and ends the process if the start is abandoned. May raise another error in its place."""
+        """Records the error, or ends the process if the start is abandoned. May raise another error instead."""
         error = self._final_error(raised)
         if error is None:
             self._exit_handler.exit_now(exit_reason_of(raised))
@@ -67,35 +67,36 @@ class FailedStartRecorder:
             raise error from raised.__cause__
 
     def _final_error(self, error: UserError) -> UserError | None:
-        """Returns the error with which the start ends; None if the start is abandoned, and can be tried again."""
+        """Returns the error with which the start fails; None if the start is abandoned, so that it can be tried
+        again."""
         if isinstance(error, AbsentError):
+            events = read_lines(event_file(self._run_dir, self._identity.process_id))
             try:
-                check_abandoned_starts(
-                    read_lines(event_file(self._run_dir, self._identity.process_id)), error, clock.now()
-                )
-            except ConfigError as final:
-                return final
+                check_abandoned_starts(events, error, clock.now())
+            except ConfigError as final_error:
+                return final_error
         return None if isinstance(error, (AbsentError, StoppedError)) else error
 
     def _record(self, exit_reason: ExitReason) -> None:
         if not self._run_is_open and exit_reason.code not in _START_ERROR_CODES:
-            note_exit_reason(self._events(), exit_reason)
+            note_exit_reason(self._open_events(), exit_reason)
 
-    def _events(self) -> Events:
-        """Returns this process's event log; its events are passed to `run.notify` like those of a run."""
+    def _open_events(self) -> Events:
+        """Opens this process's event log. Its events are passed to `run.notify` like those of a run."""
         events = Events(self._run_dir, self._identity.process_id)
         with suppress(ConfigError):  # the program of run.notify does not exist; the run itself will report that
             events.written = Notifier(self._notify, self._identity.process_id, str(self._run_dir.absolute()))
         return events
 
     def _try_to_record(self, exit_reason: ExitReason) -> None:
-        """Records the reason if possible: the run directory may be the problem, and the error is shown anyway."""
+        """Records the reason if possible. Ignores failures, because the run directory may be the cause of the error,
+        which is shown anyway."""
         with suppress(OSError, ValueError):
-            note_exit_reason(self._events(), exit_reason)
+            note_exit_reason(self._open_events(), exit_reason)
 
 
 def note_exit_reason(events: Events, exit_reason: ExitReason) -> None:
-    """Writes the event about the end of this process."""
+    """Writes the event about the end of this process and its reason."""
     start_details = {}
     if isinstance(exit_reason, AbandonedStart):
         start_details = {

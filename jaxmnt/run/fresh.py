@@ -10,12 +10,12 @@ from jaxmnt.checkpoint.commit import step_of
 from jaxmnt.checkpoint.refs import CHECKPOINTS, RUN_FILE, RunFile
 from jaxmnt.data.grain_source import INDEX_FOLDER
 from jaxmnt.distributed.authentication import RUN_KEY
-from jaxmnt.run.rundir import ACCEPTED
+from jaxmnt.run.rundir import ACCEPTED_FILE
 from jaxmnt.storage import StoragePath
 from jaxmnt.telemetry.events import METRICS, PHASE_LINES, RESOURCES
 
 _RUN_FILES = (
-    *(name + end for name in (METRICS, PHASE_LINES, RESOURCES) for end in ("", ".damaged")),
+    *(name + suffix for name in (METRICS, PHASE_LINES, RESOURCES) for suffix in ("", ".damaged")),
     "report.html",
     "profiles",
     "tensorboard",
@@ -26,20 +26,20 @@ _RUN_FILES = (
     "huggingface",
     INDEX_FOLDER,
     "config.yaml",
-    ACCEPTED,
+    ACCEPTED_FILE,
     CHECKPOINTS,
     RUN_FILE,
 )
-"""Files and folders of a run in its directory, in the order in which they are set aside. run.json comes last: until
-then the directory still belongs to the old run.
+"""Files and folders of a run in its directory, in the order in which they are set aside. run.json comes last, because
+until it is moved the directory belongs to the old run.
 
-What the next run uses as well stays: the lock and the key, the files of a launcher, compiled programs. So do files
-that the user has put there.
+Files that the next run uses as well stay: the lock and the key, the files of a launcher, and compiled programs. Files
+of the user stay, too.
 """
 
 
 def job_identifiers(environment: Mapping[str, str]) -> dict[str, str]:
-    """Returns identifiers of this job, which stay the same when it is started again; empty if there are none."""
+    """Returns identifiers of this job, which stay the same when the job is started again; empty if it has none."""
     identifiers = {}
     if key := environment.get(RUN_KEY):
         identifiers["key"] = hashlib.sha256(key.encode(errors="surrogateescape")).hexdigest()[:16]
@@ -48,45 +48,55 @@ def job_identifiers(environment: Mapping[str, str]) -> dict[str, str]:
     return identifiers
 
 
-def begun_by_this_job(run_file: RunFile | None, environment: Mapping[str, str]) -> bool:
-    """True if an earlier start of this job has begun the run: each restart of the job would begin anew otherwise."""
+def was_begun_by_this_job(run_file: RunFile | None, environment: Mapping[str, str]) -> bool:
+    """True if an earlier start of this job began the run. Then a restart continues the run, in spite of --fresh."""
     begun_by = {} if run_file is None else run_file.begun_by
-    ours = job_identifiers(environment)
-    same = lambda name: name in ours and ours[name] == begun_by.get(name)
-    # An interactive Slurm job may pass --fresh several times on purpose; a requeued job repeats its only command.
-    return same("key") or (same("slurm_job") and environment.get("SLURM_RESTART_COUNT", "0") != "0")
+    identifiers = job_identifiers(environment)
+    is_same = lambda name: name in identifiers and identifiers[name] == begun_by.get(name)
+    # In an interactive Slurm job the user may pass --fresh several times on purpose. A requeued job only repeats its
+    # command.
+    is_requeued = environment.get("SLURM_RESTART_COUNT", "0") != "0"
+    return is_same("key") or (is_same("slurm_job") and is_requeued)
 
 
 def set_aside(directories: list[StoragePath]) -> list[str]:
-    """Moves the run's files in each of these directories into a new folder there. Returns a message about each."""
+    """Moves the run's files in each of these directories into a new folder in it.
+
+    Returns a message for each directory.
+    """
     messages = []
     for directory in directories:
         present = [name for name in _RUN_FILES if storage.is_there(directory / name)]
         if not present:
             continue
-        aside = _free_folder(directory)
-        aside.mkdir()
+        new_folder = _free_folder(directory)
+        new_folder.mkdir()
         for name in present:
-            path, target = directory / name, aside / name
+            path, target = directory / name, new_folder / name
             if name == CHECKPOINTS and isinstance(path, Path) and isinstance(target, Path) and path.is_dir():
                 _move_checkpoints(path, target)
             else:
                 _make_link_absolute(path)
                 storage.move(path, target)
-        messages.append(f"the run that was in {directory} is set aside in {aside}")
+        messages.append(f"the run that was in {directory} is set aside in {new_folder}")
     return messages
 
 
 def _move_checkpoints(path: Path, target: Path) -> None:
-    """Moves the folder of checkpoints. A folder that is a link stays for the next run; its contents move inside it."""
+    """Moves the folder of checkpoints.
+
+    If the folder is a link, the link stays for the next run, and the checkpoints move into a new folder in its
+    target.
+    """
     if storage.is_link(path):
         folder = path.resolve()
-        aside = Path(str(_free_folder(folder)))
-        aside.mkdir()
-        for child in [child for child in folder.iterdir() if step_of(child.name.partition(".")[0]) is not None]:
+        new_folder = Path(str(_free_folder(folder)))
+        new_folder.mkdir()
+        checkpoints = [child for child in folder.iterdir() if step_of(child.name.partition(".")[0]) is not None]
+        for child in checkpoints:
             _make_link_absolute(child)
-            child.rename(aside / child.name)
-        target.symlink_to(aside)
+            child.rename(new_folder / child.name)
+        target.symlink_to(new_folder)
         return
     for child in path.iterdir():
         _make_link_absolute(child)

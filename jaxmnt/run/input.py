@@ -1,4 +1,4 @@
-"""Prepares a run's data on every host, plans its rows, and makes the feed of its batches."""
+"""Prepares a run's data on every host, plans its rows, and makes the feed that reads its batches."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -17,12 +17,13 @@ from jaxmnt.run.rundir import run_file_of, unreadable_is_retryable
 from jaxmnt.run.values import RunProcess, RunWithData
 from jaxmnt.training.compile import Program
 
-_READY_SECONDS = 12 * 3600.0
-"""Timeout for the data to be ready. Copying or checking terabytes takes hours; the heartbeat detects dead hosts."""
+_DATA_TIMEOUT_SECONDS = 12 * 3600.0
+"""Timeout for all processes to prepare the data. Copying or checking terabytes takes hours. The heartbeat detects dead
+hosts earlier."""
 
 
 def read_data(run: RunProcess) -> RunWithData:
-    """Opens the data that the config names, and verifies it or copies it to this host if the config says so.
+    """Opens the data that the config names. Verifies it, or copies it to this host, if the config says so.
 
     Raises `ConfigError` for data that is missing, damaged or inconsistent.
     """
@@ -33,26 +34,27 @@ def read_data(run: RunProcess) -> RunWithData:
 
 
 def plan_rows(run: RunWithData, *, write_index: bool) -> TrainingData:
-    """Plans the rows of the training data, and indexes the documents of Grain datasets for that.
+    """Plans the rows of the training data. For that, indexes the documents of Grain datasets.
 
-    With `write_index`, which requires the run's lock, process 0 writes the indices into the run directory. Raises
+    With `write_index`, process 0 writes the indices into the run directory, which requires the run's lock. Raises
     `ConfigError` for a dataset that cannot be trained on, and `PreflightError` if the run directory is not shared.
     """
     datasets = [part for part in run.data.parts.values() if isinstance(part, GrainData)]
     if datasets:
         with _fail_together("process 0 has indexed the documents", run):
-            for dataset in datasets if write_index and run.writes else []:
-                dataset.make_index(_show_progress(run, "indexing"))
+            if write_index and run.writes:
+                for dataset in datasets:
+                    dataset.make_index(_progress_callback(run, "indexing"))
         with _fail_together("every process has the index", run):
             for dataset in datasets:
                 dataset.load_index(made_elsewhere=write_index and not run.writes)
                 if run.config.data.verify:
-                    dataset.verify(_show_progress(run, "checking"))
+                    dataset.verify(_progress_callback(run, "checking"))
     return TrainingData(run.config, run.data, None if _may_be_branch(run.config) else ())
 
 
 def training_feed(data: TrainingData, program: Program, start_step: int) -> Feed:
-    """Makes the feed of this process's rows of every global batch from `start_step` on."""
+    """Makes the feed that reads this process's rows of every global batch after step `start_step`."""
     settings = program.spec.config.data
     rows = process_rows(program.batch_sharding, settings.global_batch_size, settings.sequence_length)
     source = training_rows(data, rows, start_step, prefetch=settings.prefetch, threads=settings.read_threads)
@@ -60,14 +62,14 @@ def training_feed(data: TrainingData, program: Program, start_step: int) -> Feed
 
 
 def begin_feed(run: RunProcess, data: TrainingData, program: Program, start_step: int) -> Feed:
-    """Makes the feed, and lets the watchdog see when the main thread waits for it."""
+    """Makes the feed, and tells the watchdog how to see that the main thread waits for it."""
     feed = training_feed(data, program, start_step)
-    run.watchdog.reads = lambda: feed.reading
+    run.watchdog.is_reading = lambda: feed.reading
     return feed
 
 
 def _may_be_branch(config: Config) -> bool:
-    """True if the run may be a branch, whose position in the data is only known once its lineage is."""
+    """True if the run may be a branch. Its position in the data is not known until its lineage is read."""
     if config.run.fork_from is not None:
         return True
     with suppress(UserError, OSError):
@@ -85,26 +87,31 @@ def _prepare_data(run: RunProcess) -> Sources:
     with _fail_together("the data is ready on every host", run):
         if settings.stage_dir is not None:
             folder = Path(settings.stage_dir)
-            show = lambda name: run.status.update(f"data    copying {name} to {folder}")
-            prepared = {name: part for name, part in data.parts.items() if isinstance(part, PreparedData)}
-            data = data.at({name: stage(part, folder, show) for name, part in prepared.items()})
-        for part in (*data.parts.values(), *data.eval_sets.values()) if settings.verify else []:
-            if not isinstance(part, GrainData):
-                part.verify(_show_progress(run, "checking"))
+            show_copying = lambda name: run.status.update(f"data    copying {name} to {folder}")
+            prepared_parts = {name: part for name, part in data.parts.items() if isinstance(part, PreparedData)}
+            data = data.at({name: stage(part, folder, show_copying) for name, part in prepared_parts.items()})
+        if settings.verify:
+            for part in (*data.parts.values(), *data.eval_sets.values()):
+                if not isinstance(part, GrainData):
+                    part.verify(_progress_callback(run, "checking"))
     return data
 
 
-def _show_progress(run: RunProcess, doing: str) -> Callable[[str], None]:
-    return lambda name: run.status.update(f"data    {doing} {name}")
+def _progress_callback(run: RunProcess, activity: str) -> Callable[[str], None]:
+    """Returns a function that shows on the status line that `activity` is in progress for the data of a name."""
+    return lambda name: run.status.update(f"data    {activity} {name}")
 
 
 @contextmanager
 def _fail_together(name: str, run: RunProcess) -> Iterator[None]:
-    """Raises an error that one process has in this context in all processes."""
+    """Context manager that raises a `UserError` of one process in all processes.
+
+    `name` names the barrier at its end.
+    """
     trouble = None
     try:
         with unreadable_is_retryable(run.config):
             yield
     except UserError as error:
         trouble = error
-    barrier_or_raise(name, trouble, run.identity, _READY_SECONDS)
+    barrier_or_raise(name, trouble, run.identity, _DATA_TIMEOUT_SECONDS)

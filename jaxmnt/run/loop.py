@@ -1,4 +1,4 @@
-"""The training loop: steps, and between them evaluations, saves and the request to stop."""
+"""The training loop: takes steps, and between them evaluates, saves and handles the request to stop."""
 
 import shlex
 import time
@@ -9,7 +9,7 @@ from typing import Any
 from jaxmnt.checkpoint.refs import CHECKPOINTS
 from jaxmnt.distributed.coordination import barrier, broadcast, waited_seconds
 from jaxmnt.errors import ExitCode, shortened
-from jaxmnt.run.profiling import PROFILE_SECONDS
+from jaxmnt.run.profiling import PROFILE_TIMEOUT_SECONDS
 from jaxmnt.run.rundir import checkpoint_root
 from jaxmnt.run.running import Running
 from jaxmnt.telemetry.events import METRICS, peak_host_bytes, records
@@ -19,41 +19,41 @@ from jaxmnt.units import count, duration
 def train_steps(run: Running) -> ExitCode:
     """Trains, evaluates and saves until the last step, or until the run is asked to stop.
 
-    Returns when the last checkpoint is committed and all processes know it.
+    Returns once the last checkpoint is committed and all processes know that it is.
     """
     settings, log, saves, feed, progress = run.config.train, run.log, run.saves, run.feed, run.progress
-    last = min(settings.stop_after or settings.steps, settings.steps)
+    last_step = min(settings.stop_after or settings.steps, settings.steps)
     feed.stage()
     # An earlier start may have been stopped during the evaluation after its last step.
-    if _is_due(progress.step, settings.eval_every) and evaluation_is_missing(run):
+    if _is_due(progress.step, settings.eval_every) and is_evaluation_missing(run):
         saves.add_loss(progress.step, _evaluate(run))
     log.restart_clock()
     run.monitoring.timer.restart()
     run.stop.begin_steps()
     run.watchdog.begin_steps(progress.step + 1)
-    while progress.step < last and not progress.preempted:
+    while progress.step < last_step and not progress.preempted:
         run.watchdog.begin_step(progress.step + 1)
         batch, digest = feed.take()
-        # What this process requests travels with the batch; the step's metrics tell all processes.
+        # The batch carries the requests of this process, and the step's metrics tell all processes of them.
         requests = {"save": saves.wants(), "profile": run.profiler.wants(progress.step + 1)}
         metrics = _take_step(run, batch | {"control": run.control.array(stop=run.stop.wanted, **requests)})
         step = progress.step
-        if step < last:
-            _stage(run)  # while the devices are busy
-        log.push(step, metrics, feed.wait_seconds, digest)  # reads the metrics of the step before
+        if step < last_step:
+            _stage_batch(run)  # while the devices are busy
+        log.push(step, metrics, feed.wait_seconds, digest)  # reads the metrics of the previous step
         with run.monitoring.timer.during("device"):
             run.replicas.check()
-        # The same in all processes after the same step, because the metrics add up the flags of all.
+        # This is set in all processes after the same step, because the metrics add up the requests of all processes.
         progress.preempted = log.stop_seen
         if _is_due(step, settings.eval_every) or step == settings.steps:
             progress.loss = _evaluate(run)
-        profile = run.profiler.due(log.profile_seen)
-        saved = saves.due(step, log.save_seen) or step == last or progress.preempted or profile
-        run.replicas.begin(step, progress.state, saved=saved)
-        if saved:
+        must_profile = run.profiler.due(log.profile_seen)
+        must_save = saves.due(step, log.save_seen) or step == last_step or progress.preempted or must_profile
+        run.replicas.begin(step, progress.state, will_be_saved=must_save)
+        if must_save:
             _save(run)
         saves.poll()
-        if profile:
+        if must_profile:
             _arm_profiler(run)
         for lock in run.locks:
             lock.check()
@@ -64,7 +64,7 @@ def train_steps(run: Running) -> ExitCode:
 
 
 def _conclude(run: Running) -> ExitCode:
-    """Saves the last checkpoint, records the end of the run and reports it."""
+    """Waits for the last checkpoint, records the end of this start and reports it."""
     step = run.progress.step
     finished = step == run.config.train.steps
     with run.watchdog.during("waiting for the last checkpoint", run.config.watchdog.save_seconds):
@@ -80,34 +80,36 @@ def _conclude(run: Running) -> ExitCode:
 
 
 def _report_end(run: Running, step: int) -> None:
-    """Prints where the results are, and what to do next."""
-    settings, say, directory = run.config.train, run.status.line, run.directory
-    done = "finished" if step == settings.steps else f"stopped after step {step} of {settings.steps}"
-    say(f"{done} in {duration(time.perf_counter() - run.began)}, {count(run.log.tokens)} tokens in all")
-    say(
+    """Prints where the results are, and how to continue."""
+    settings, print_line, directory = run.config.train, run.status.line, run.directory
+    outcome = "finished" if step == settings.steps else f"stopped after step {step} of {settings.steps}"
+    print_line(f"{outcome} in {duration(time.perf_counter() - run.began)}, {count(run.log.tokens)} tokens in all")
+    print_line(
         f"metrics {directory}/metrics.jsonl, config {directory}/config.yaml, "
         f"checkpoints {checkpoint_root(run.config) / CHECKPOINTS}"
     )
-    saved = f"{run.saves.count} checkpoint{'' if run.saves.count == 1 else 's'}"
-    say(f"saved   {saved}, for which training waited {run.saves.blocked_seconds:.1f} s")
-    if without := run.log.without_targets:
-        say(f"note    {without} step{'' if without == 1 else 's'} of this start had no targets and changed nothing")
-    name = shlex.quote(str(directory))
-    say(f"report  python -m jaxmnt.report {name}")
+    checkpoints = f"{run.saves.count} checkpoint{'' if run.saves.count == 1 else 's'}"
+    print_line(f"saved   {checkpoints}, for which training waited {run.saves.blocked_seconds:.1f} s")
+    steps_without_targets = run.log.without_targets
+    if steps_without_targets:
+        steps = f"{steps_without_targets} step{'' if steps_without_targets == 1 else 's'}"
+        print_line(f"note    {steps} of this start had no targets and changed nothing")
+    quoted_directory = shlex.quote(str(directory))
+    print_line(f"report  python -m jaxmnt.report {quoted_directory}")
     if run.data.is_text:
-        say(f"prompt  python -m jaxmnt.generate --run {name} --prompt 'Once'")
+        print_line(f"prompt  python -m jaxmnt.generate --run {quoted_directory} --prompt 'Once'")
     if step == settings.stop_after and step < settings.steps:
-        say("to go on, raise train.stop_after or leave it out")
+        print_line("to go on, raise train.stop_after or leave it out")
     elif step < settings.steps:
-        say(f"run the same command again{' without --fresh' if run.start.fresh else ''} to go on")
+        print_line(f"run the same command again{' without --fresh' if run.start.fresh else ''} to go on")
 
 
-def _is_due(step: int, every: int) -> bool:
-    return every > 0 and step % every == 0
+def _is_due(step: int, interval: int) -> bool:
+    return interval > 0 and step % interval == 0
 
 
 def _arm_profiler(run: Running) -> None:
-    """Waits until the checkpoint is committed, because a profiler may crash the run, then arms the profiler."""
+    """Arms the profiler, once the checkpoint is committed, because a profiler may crash the run."""
     started = time.perf_counter()
     with run.watchdog.during("saving", run.config.watchdog.save_seconds), _timed_phase(run, "save"):
         run.saves.poll(wait=True)
@@ -116,23 +118,23 @@ def _arm_profiler(run: Running) -> None:
 
 
 def _take_step(run: Running, batch: dict[str, Any]) -> Any:
-    """Takes a step. Returns its metrics, which are computed asynchronously unless the step is profiled."""
+    """Takes a step. Returns its metrics, which the devices may still be computing unless the step is profiled."""
     progress = run.progress
-    take = lambda: run.program.step(progress.state, batch)
-    if not run.profiler.armed:
+    take_step = lambda: run.program.step(progress.state, batch)
+    if not run.profiler.is_armed:
         with run.monitoring.timer.during("dispatch"):
-            progress.state, metrics = take()
+            progress.state, metrics = take_step()
     else:
         run.log.flush()
-        with run.watchdog.during("profiling", PROFILE_SECONDS), run.monitoring.timer.during("device"):
+        with run.watchdog.during("profiling", PROFILE_TIMEOUT_SECONDS), run.monitoring.timer.during("device"):
             started = time.perf_counter()
-            progress.state, metrics = run.profiler.step(progress.step + 1, take)
+            progress.state, metrics = run.profiler.step(progress.step + 1, take_step)
             run.log.pause(time.perf_counter() - started - run.profiler.step_seconds)
     progress.step, progress.loss = progress.step + 1, None
     return metrics
 
 
-def _stage(run: Running) -> None:
+def _stage_batch(run: Running) -> None:
     """Reads the next batch and starts to copy it to the devices."""
     timer, feed = run.monitoring.timer, run.feed
     with timer.during("host_to_device"):
@@ -143,43 +145,46 @@ def _stage(run: Running) -> None:
 
 @contextmanager
 def _timed_phase(run: Running, phase: str) -> Iterator[None]:
-    """Times a phase, but counts the time spent waiting for other processes as the phase "peers"."""
-    waited = lambda: waited_seconds() + run.saves.saver.waited_seconds
-    before = waited()
+    """Context manager that times a phase, but counts the time spent waiting for other processes as the phase
+    "peers"."""
+    total_wait_seconds = lambda: waited_seconds() + run.saves.saver.waited_seconds
+    wait_before = total_wait_seconds()
     with run.monitoring.timer.during(phase):
         yield
-    run.monitoring.timer.move(waited() - before, phase, "peers")
+    run.monitoring.timer.move(total_wait_seconds() - wait_before, phase, "peers")
 
 
 def _save(run: Running) -> None:
-    """Starts a save, once the metrics and the comparison of replicas of the last step are known."""
+    """Starts a save, once the metrics of the last step and the result of its comparison of replicas are known."""
     run.log.flush()
     timer, saves, progress = run.monitoring.timer, run.saves, run.progress
     with timer.during("device"):
         run.replicas.check()
-    prepared = saves.saver.preparation_seconds
+    preparation_before = saves.saver.preparation_seconds
     with run.watchdog.during("saving", run.config.watchdog.save_seconds):
         with timer.during("writing"):
             run.log.settle()
         with _timed_phase(run, "save"):
             run.log.pause(saves.save(progress.step, progress.state, run.log.tokens, progress.loss))
-    timer.move(saves.saver.preparation_seconds - prepared, "save", "writing")
+    timer.move(saves.saver.preparation_seconds - preparation_before, "save", "writing")
 
 
 def _evaluate(run: Running) -> float | None:
-    """Evaluates and samples. Returns the mean held-out loss; None if no data is held out or the run stops meanwhile.
+    """Evaluates and samples. Returns the mean held-out loss; None if no data is held out or the run stops in the
+    meantime.
 
     A request to stop does not interrupt the evaluation after the last step, since no later start would repeat it.
     """
     run.log.flush()
-    started, limits, progress = time.perf_counter(), run.config.watchdog, run.progress
-    stop = lambda: run.stop.wanted and progress.step < run.config.train.steps
+    limits, progress = run.config.watchdog, run.progress
+    started = time.perf_counter()
+    should_stop = lambda: run.stop.wanted and progress.step < run.config.train.steps
     with run.watchdog.during("compiling", limits.compile_seconds), _timed_phase(run, "evaluation"):
         run.evaluator.compile()
         if run.sampler is not None:
             run.sampler.compile()
     with run.watchdog.during("evaluating", limits.evaluate_seconds), _timed_phase(run, "evaluation"):
-        results = run.evaluator(progress.state, stop, run.watchdog.note_progress)
+        results = run.evaluator(progress.state, should_stop, run.watchdog.note_progress)
         if run.sampler is not None and results is not None:
             samples = run.sampler(progress.state, progress.step, run.watchdog.note_progress)
             if run.writes:
@@ -193,13 +198,13 @@ def _evaluate(run: Running) -> float | None:
     return run.log.write_eval(progress.step, results, seconds, run.config.data.eval_sets) if results else None
 
 
-def evaluation_is_missing(run: Running) -> bool:
+def is_evaluation_missing(run: Running) -> bool:
     """Returns True if this run stopped during the evaluation after the step that it resumes from."""
     step = run.start.step
     if run.start.kind != "own" or step == 0:
         return False
-    answer = None
+    message = None
     if run.identity.process_id == 0:
         lines = records(run.directory / METRICS)
-        answer = str(not any(line["kind"] == "eval" and line["step"] == step for line in lines))
-    return broadcast("an evaluation to make up for", answer, run.identity) == str(True)
+        message = str(not any(line["kind"] == "eval" and line["step"] == step for line in lines))
+    return broadcast("an evaluation to make up for", message, run.identity) == str(True)

@@ -1,6 +1,6 @@
 """Monitors a run while it trains: the time of each phase, stragglers, slow devices, hosts, the loss and the cost.
 
-`BadStepMonitor` watches for steps that are not finite, and ends a run after too many of them in a row.
+`BadStepMonitor` watches for steps whose loss or gradient is not finite, and ends a run after too many of them in a row.
 """
 
 import math
@@ -24,38 +24,43 @@ from jaxmnt.telemetry.slow_devices import SlowDevice, SlowDeviceDetector
 from jaxmnt.telemetry.stragglers import Straggler
 
 _PROBE_WIDTH = {"cpu": 256, "gpu": 4096}
-"""Width of the matrices that time a device, by its platform: a GPU is busy for less than a millisecond."""
-_LAST_SECONDS = 10.0
+"""Width of the matrices with which a device is timed, by its platform. A GPU is busy for less than a millisecond."""
+_LAST_TIMES_TIMEOUT_SECONDS = 10.0
 """Timeout for all processes to send the times of the last steps."""
-_IN_TRANSIT_SECONDS = 2.0
-"""Timeout for reports that were sent with earlier heartbeats."""
-_LOOK_SECONDS = 0.02
-_REPEAT_SECONDS = 3600.0
+_IN_TRANSIT_TIMEOUT_SECONDS = 2.0
+"""Timeout for reports that were sent with earlier heartbeats to arrive."""
+_POLL_SECONDS = 0.02
+_FAULT_REPEAT_SECONDS = 3600.0
 """Interval after which the same fault of a host is reported again."""
 
 
 class Monitoring:
-    """Measures the step times and the host resources of this process. Process 0 collects and reports those of all."""
+    """Measures the step times and host resources of this process.
+
+    Process 0 collects and reports those of all processes.
+    """
 
     def __init__(self, run: CompiledRun):
-        settings, identity, step = run.config.telemetry, run.identity, run.start.step
+        settings, identity, start_step = run.config.telemetry, run.identity, run.start.step
         devices = run.program.placement.mesh.local_devices
         self.timer = StepTimer()
         self._spending = run.spending
         self._identity, self._hosts, self._events, self._status = identity, run.hosts, run.events, run.status
         self._settings = settings
         self._probe_every, self._devices = settings.probe_every, devices
-        self._product: TimedProduct | None = None
-        self._probed: list[float] = []
-        self._probes: dict[int, list[float]] = {}
+        self._timed_product: TimedProduct | None = None
+        self._probe_times: list[float] = []
+        """Seconds of each device of this process in the last probe, until they are reported to process 0."""
+        self._probe_times_by_process: dict[int, list[float]] = {}
+        """The probe times that processes have reported to process 0, by process."""
         self._logs: tuple[PhaseLog, ResourceLog] | None = None
-        """The logs of steps and of hosts; None in other processes than 0."""
+        """The logs of steps and of hosts; None in processes other than 0."""
         self._slow_devices = SlowDeviceDetector()
         self._losses = LossSpikeDetector()
         self._reported_faults: dict[tuple[str, str], float] = {}
-        """When each fault of a host was last reported."""
+        """Monotonic time at which each (host, fault) was last reported."""
         self._noted_bad_report = False
-        self._step = step
+        self._step = start_step
         self._sampler: ResourceSampler | None = None
         if settings.resources_every_seconds is not None:
             self._sampler = ResourceSampler(devices, settings.resources_every_seconds, reader_of_gpus(devices))
@@ -63,53 +68,56 @@ class Monitoring:
         if not run.writes:
             run.heartbeat.report = self._report
             return
-        self._record_repeated_steps(repair(run.directory / METRICS, last_step=step))
+        self._record_repeated_steps(repair(run.directory / METRICS, last_step=start_step))
         for name in (PHASE_LINES, RESOURCES):
-            repair(run.directory / name, last_step=step)
+            repair(run.directory / name, last_step=start_step)
         self._logs = PhaseLog(run.directory, identity.processes), ResourceLog(run.directory, identity.processes)
         run.heartbeat.take_report = self._take_report
 
     def status(self) -> dict[str, Any]:
-        """Returns the current state for the status server, in process 0. Callable from any thread."""
+        """Returns the findings so far for the status server, in process 0. May be called from any thread."""
         assert self._logs is not None
         phases, resources = self._logs
-        slow = phases.stragglers
-        devices = [*self._slow_devices.current, *resources.slow]
+        stragglers = phases.stragglers
+        slow_devices = [*self._slow_devices.current, *resources.slow]
         return {
             "phases": phases.latest,
             "resources": resources.latest,
-            "stragglers": len(slow),
-            "slow": [{"process": process, "host": self._hosts[process], "phase": phase} for process, phase in slow],
+            "stragglers": len(stragglers),
+            "slow": [
+                {"process": process, "host": self._hosts[process], "phase": phase} for process, phase in stragglers
+            ],
             "slow_devices": [
                 {"process": process, "host": self._hosts[process], "device": number, "why": device.why}
-                for device in devices
+                for device in slow_devices
                 for process, number in [device.device]
             ],
             "spent": None if self._spending is None else self._spending.spent,
         }
 
-    def probe(self, step: int, settle: Callable[[], None]) -> float:
-        """Times each device separately if that is due, once all are idle: `settle` waits for their last step.
+    def probe(self, step: int, wait_until_idle: Callable[[], None]) -> float:
+        """Times each device separately if that is due after `step`. Calls `wait_until_idle` first, so that none is
+        busy.
 
-        Returns the seconds that it took, which do not count as a step's time.
+        Returns the seconds that the probe took, which do not count as time of a step.
         """
         if not self._probe_every or step % self._probe_every:
             return 0.0
-        settle()
+        wait_until_idle()
         started = time.perf_counter()
         with self.timer.during("probe"):
             try:
-                if self._product is None:
+                if self._timed_product is None:
                     width = _PROBE_WIDTH.get(self._devices[0].platform, _PROBE_WIDTH["cpu"])
-                    self._product = TimedProduct(self._devices, width)
-                self._probed = self._product()
-            except Exception as error:  # such as too little memory; no other process waits for the probe
-                self._probe_every, self._product = 0, None
+                    self._timed_product = TimedProduct(self._devices, width)
+                self._probe_times = self._timed_product()
+            except Exception as error:  # for example too little memory; no other process waits for the probe
+                self._probe_every, self._timed_product = 0, None
                 remark(f"note: telemetry.probe_every: devices are no longer timed: {summary(error)}")
         return time.perf_counter() - started
 
-    def finished(self, step: int, loss: float | None) -> None:
-        """Looks for a loss spike once a step is finished on the devices. `loss` is None if its batch had no target."""
+    def check_loss(self, step: int, loss: float | None) -> None:
+        """Reports a loss spike, once a step is finished on the devices. `loss` is None if the batch had no target."""
         if self._logs is None or loss is None or not math.isfinite(loss):
             return
         spike = self._losses.see(loss)
@@ -133,40 +141,42 @@ class Monitoring:
                 self._spending.check(step, stop, self._events, self._status)
             for straggler in phases.take_findings():
                 self._report_straggler(straggler, step)
-            slow, faults = resources.take_findings()
-            for found_by, devices in (("clock", slow), ("probe", self._compare_probes())):
+            slow_by_clock, faults = resources.take_findings()
+            for found_by, devices in (("clock", slow_by_clock), ("probe", self._compare_probes())):
                 for device in devices:
                     self._report_slow_device(device, found_by, step)
             for process, fault in faults:
                 self._report_host_fault(process, fault, step)
 
     def end(self, step: int) -> None:
-        """Collects the times of the last steps, which would otherwise come with the next heartbeat.
+        """Collects the times of the last steps, which would otherwise be sent with the next heartbeat.
 
         All processes must call this after the last step.
         """
         if not self._settings.phases:
             return
         try:
-            rows = gather("times of the last steps", self._report(), self._identity, _LAST_SECONDS)
+            reports = gather("times of the last steps", self._report(), self._identity, _LAST_TIMES_TIMEOUT_SECONDS)
         except PeerError as error:
             remark(f"note: {PHASE_LINES} lacks the last steps: {error}")
             return
-        for process, report in enumerate(rows or []):
+        for process, report in enumerate(reports or []):
             self._take_report(process, report)
-        deadline = time.monotonic() + _IN_TRANSIT_SECONDS
+        deadline = time.monotonic() + _IN_TRANSIT_TIMEOUT_SECONDS
         while self._logs is not None and not self._logs[0].complete_up_to(step) and time.monotonic() < deadline:
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_POLL_SECONDS)
 
     def _report(self) -> list[Any]:
-        """Returns this process's report for process 0: step times, then other values by name. Thread-safe."""
+        """Returns this process's report for process 0: step times, then other values by name. May be called from any
+        thread."""
         times = self.timer.take() if self._settings.phases else []
-        probed, self._probed = self._probed, []
-        named_values = {"resources": None if self._sampler is None else self._sampler.take(), "probe": probed}
+        probe_times, self._probe_times = self._probe_times, []
+        named_values = {"resources": None if self._sampler is None else self._sampler.take(), "probe": probe_times}
         return [*times, *({name: value} for name, value in named_values.items() if value)]
 
     def _take_report(self, process: int, report: list[Any]) -> None:
-        """Takes the report of a process, on any thread. An invalid report is noted once, and does not end the run."""
+        """Takes the report of a process. May be called from any thread. An invalid report is noted once, and does not
+        end the run."""
         assert self._logs is not None
         phases, resources = self._logs
         try:
@@ -175,7 +185,7 @@ class Monitoring:
                 if "resources" in values:
                     resources.add(process, values["resources"], self._step)
                 if "probe" in values:
-                    self._probes[process] = [float(seconds) for seconds in values["probe"]]
+                    self._probe_times_by_process[process] = [float(seconds) for seconds in values["probe"]]
         except Exception as error:
             if not self._noted_bad_report:
                 self._noted_bad_report = True
@@ -183,18 +193,18 @@ class Monitoring:
 
     def _compare_probes(self) -> list[SlowDevice]:
         """Compares the probe times of all devices, once every process has reported them."""
-        if len(self._probes) < self._identity.processes:
+        if len(self._probe_times_by_process) < self._identity.processes:
             return []
-        probes, self._probes = self._probes, {}
+        times_by_process, self._probe_times_by_process = self._probe_times_by_process, {}
         seconds = {
             (process, device): device_seconds
-            for process, process_seconds in probes.items()
+            for process, process_seconds in times_by_process.items()
             for device, device_seconds in enumerate(process_seconds)
         }
         return self._slow_devices.see_probe(seconds)
 
     def close(self) -> None:
-        """Closes the logs; lines still to be written have a few seconds."""
+        """Closes the logs. Waits a few seconds for lines that are not written yet."""
         if self._sampler is not None:
             self._sampler.close()
         for log in self._logs or ():
@@ -202,53 +212,56 @@ class Monitoring:
 
     def _report_straggler(self, straggler: Straggler, step: int) -> None:
         """Reports a process that delays the others, or no longer does."""
-        host, doing = self._hosts[straggler.process], PHASE_ACTIVITIES[straggler.phase]
-        who = f"process {straggler.process} of {self._identity.processes} on {host}"
+        host, activity = self._hosts[straggler.process], PHASE_ACTIVITIES[straggler.phase]
+        label = f"process {straggler.process} of {self._identity.processes} on {host}"
         if straggler.began:
             share = straggler.seconds / straggler.step_seconds
             line = (
-                f"WARNING step {step}: {who} holds the others up: for {doing} it takes {1e3 * straggler.seconds:.0f} "
-                f"ms more than they do ({share:.0%} of a step)"
+                f"WARNING step {step}: {label} holds the others up: it takes {1e3 * straggler.seconds:.0f} ms more "
+                f"than they do for {activity} ({share:.0%} of a step)"
             )
         else:
-            line = f"note    step {step}: {who} no longer takes more time than the others for {doing}"
+            line = f"note    step {step}: {label} no longer takes more time than the others for {activity}"
         seconds = {"slower_seconds": straggler.seconds, "step_seconds": straggler.step_seconds}
-        self._blame("straggler", straggler.began, step, straggler.process, line, phase=straggler.phase, **seconds)
+        self._report_problem(
+            "straggler", straggler.began, step, straggler.process, line, phase=straggler.phase, **seconds
+        )
 
     def _report_slow_device(self, slow: SlowDevice, found_by: str, step: int) -> None:
+        """Reports a device that is slow, or no longer is. `found_by` is "clock" or "probe"."""
         process, device = slow.device
-        who = f"device {device} of process {process} on {self._hosts[process]}"
+        label = f"device {device} of process {process} on {self._hosts[process]}"
         if slow.began:
-            line, why = f"WARNING step {step}: {who} is slow, and all wait for it: {slow.why}", {"why": slow.why}
+            line, why = f"WARNING step {step}: {label} is slow, and all wait for it: {slow.why}", {"why": slow.why}
         else:
-            line, why = f"note    step {step}: {who} is as quick as the others again (by its {found_by})", {}
-        self._blame(
+            line, why = f"note    step {step}: {label} is as quick as the others again (judging by its {found_by})", {}
+        self._report_problem(
             "slow_device", slow.began, step, process, line, device=device, found_by=found_by, slower=slow.slower, **why
         )
 
     def _report_host_fault(self, process: int, fault: str, step: int) -> None:
-        """Reports a fault of a host, the same one at most once an hour.
+        """Reports a fault of a host, but the same fault at most once an hour.
 
-        A bad cable counts errors all day, and all processes of its host see them.
+        A bad cable causes errors all day, and all processes on its host see them.
         """
         host = self._hosts[process]
         key = host, re.sub(r"\b\d+ (more|uncorrected)", r"\1", fault)  # without the number of errors
-        if time.monotonic() < self._reported_faults.get(key, -_REPEAT_SECONDS) + _REPEAT_SECONDS:
+        if time.monotonic() < self._reported_faults.get(key, -_FAULT_REPEAT_SECONDS) + _FAULT_REPEAT_SECONDS:
             return
         self._reported_faults[key] = time.monotonic()
         line = f"WARNING step {step}: process {process} on {host}: {fault}"
-        self._blame("host_fault", True, step, process, line, why=fault)
+        self._report_problem("host_fault", True, step, process, line, why=fault)
 
-    def _blame(self, kind: str, began: bool, step: int, process: int, line: str, **details: Any) -> None:
-        """Writes an event about a problem of a process, or about its end unless it `began`, and prints a line."""
+    def _report_problem(self, kind: str, began: bool, step: int, process: int, line: str, **details: Any) -> None:
+        """Writes an event that a process has a problem, or (if not `began`) no longer has it, and prints `line`."""
         kind = kind if began else f"{kind}_over"
         self._events.write(kind, step=step, at_fault=process, at_fault_host=self._hosts[process], **details)
         self._status.line(line)
 
     def _record_repeated_steps(self, repeated: list[dict[str, Any]]) -> None:
-        """Writes events about the steps after the checkpoint that the run resumes from, which it repeats.
+        """Writes events about the steps after the checkpoint that the run resumes from, because the run repeats them.
 
-        `repeated` has their lines in the metrics.
+        `repeated` has the lines about these steps in the metrics.
         """
         by_attempt: defaultdict[int, list[dict[str, Any]]] = defaultdict(list)
         for line in repeated:
@@ -265,17 +278,17 @@ class Monitoring:
 
 
 class BadStepMonitor:
-    """Checks the metrics of every finished step, in all processes; only the writer, process 0, reports."""
+    """Checks the metrics of every finished step, in all processes. Only the writer, process 0, reports."""
 
     def __init__(self, run: CompiledRun):
-        self._most = run.config.train.max_bad_steps
-        self._rows = run.config.data.global_batch_size
+        self._max_in_a_row = run.config.train.max_bad_steps
+        self._batch_rows = run.config.data.global_batch_size
         self._order = run.training_data.order
         self._events, self._status, self._writer = run.events, run.status, run.writes
         self._last_good: tuple[int, float] | None = None
-        """The last good step and its loss."""
+        """The number of the last good step and its loss; None if this start has not had a good step."""
         self._without_targets: set[int] = set()
-        """Steps without targets in the current row of bad steps; they neither count as bad nor end the row."""
+        """Steps without targets since the current row of bad steps began. They neither count as bad nor end the row."""
         self._noted_no_targets = False
 
     def see(self, step: int, values: dict[str, Any]) -> None:
@@ -284,27 +297,28 @@ class BadStepMonitor:
             self._report_skipped_rows(step)
         in_a_row = values["bad_in_a_row"]
         if not values["tokens"]:
-            self._without_targets |= {step} if in_a_row else set()
+            if in_a_row:
+                self._without_targets.add(step)
             self._report_no_targets(step)
             return
         if not in_a_row:
             self._last_good = (step, values["loss"])
             self._without_targets = set()
             return
-        first, last = self._range(step, step)
+        first, last = self._row_range(step, step)
         bad = "the loss" if not math.isfinite(values["loss"]) else "the gradient"
         if self._writer:
             self._events.write("bad_step", step=step, rows=[first, last], bad=bad, in_a_row=in_a_row)
             self._status.line(
                 f"WARNING step {step}: {bad} is not finite (rows {first} to {last}); the model is left unchanged"
             )
-        if in_a_row > self._most:
-            raise UserError(self._diagnosis(step, in_a_row, bad))
+        if in_a_row > self._max_in_a_row:
+            raise UserError(self._describe_bad_steps(step, in_a_row, bad))
 
     def _report_no_targets(self, step: int) -> None:
-        """Reports a step without targets, only the first one of this start: there may be many."""
+        """Reports a step without targets, but only the first of this start, because there may be many."""
         if self._writer and not self._noted_no_targets:
-            first, last = self._range(step, step)
+            first, last = self._row_range(step, step)
             self._status.line(
                 f"note    step {step}: its rows ({first} to {last}) have no targets, so it changes nothing; the loss "
                 f"of such steps is null in {METRICS}"
@@ -312,39 +326,40 @@ class BadStepMonitor:
         self._noted_no_targets = True
 
     def _report_skipped_rows(self, step: int) -> None:
-        """Reports rows of `data.skip` that were skipped in this step."""
-        before = self._order.rows_skipped(step - 2) if step > 1 else 0
-        skipped = self._order.rows_skipped(step - 1) - before
+        """Reports rows that were skipped in this step because of `data.skip`."""
+        skipped_before = self._order.rows_skipped(step - 2) if step > 1 else 0
+        skipped = self._order.rows_skipped(step - 1) - skipped_before
         if skipped:
-            first, last = self._range(step, step)
+            first, last = self._row_range(step, step)
             self._events.write("rows_skipped", step=step, count=skipped, rows=[first, last])
             self._status.line(f"note    rows skipped in step {step}: {skipped}")
 
-    def _range(self, first_step: int, last_step: int) -> tuple[int, int]:
+    def _row_range(self, first_step: int, last_step: int) -> tuple[int, int]:
         """Returns the numbers of the first and the last row in the batches of these steps."""
-        first = self._order.numbers(first_step - 1, [0])
-        return int(first[0]), int(self._order.numbers(last_step - 1, [self._rows - 1])[0])
+        [first] = self._order.numbers(first_step - 1, [0])
+        [last] = self._order.numbers(last_step - 1, [self._batch_rows - 1])
+        return int(first), int(last)
 
     def _first_bad_step(self, step: int, in_a_row: int) -> int:
-        """Returns the first of the bad steps in a row that end with `step`."""
+        """Returns the first of the `in_a_row` bad steps in a row of which `step` is the last."""
         first = step
         while in_a_row > 1:
             first -= 1
             in_a_row -= first not in self._without_targets
         return first
 
-    def _diagnosis(self, step: int, in_a_row: int, bad: str) -> str:
+    def _describe_bad_steps(self, step: int, in_a_row: int, bad: str) -> str:
         """Returns the error message for too many bad steps in a row, with the rows that may have caused them."""
-        since = self._first_bad_step(step, in_a_row)
-        first, last = self._range(since, step)
-        good = "none was good since this start"
+        first_bad = self._first_bad_step(step, in_a_row)
+        first, last = self._row_range(first_bad, step)
+        last_good = "no step was good since this start"
         if self._last_good is not None:
             good_step, loss = self._last_good
-            good = f"the last good step was {good_step}, its loss {loss:.4f}"
+            last_good = f"the last good step was {good_step}, its loss {loss:.4f}"
         return (
-            f"{in_a_row} steps in a row, up to step {step}: {bad} was infinite or NaN ({good}; the rows of these "
+            f"{in_a_row} steps in a row, up to step {step}: {bad} was infinite or NaN ({last_good}; the rows of these "
             f"steps are {first} to {last}); if these rows are the cause, add {{from_row: {first}, rows: "
-            f"{last + 1 - first}}} to data.skip; if there is a checkpoint of step {since} or later, "
+            f"{last + 1 - first}}} to data.skip; if there is a checkpoint of step {first_bad} or later, "
             "also set another run.dir and run.fork_from to continue from an earlier one; if these rows are not "
             "the cause, lower optimizer.learning_rate and continue from an earlier checkpoint"
         )

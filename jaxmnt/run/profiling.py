@@ -2,8 +2,8 @@
 
 Request a profile by `telemetry.profile_at`, by the file PROFILE in the run directory, or by the signal SIGUSR2.
 
-On GPUs, stopping a trace has crashed processes, and has taken minutes (https://github.com/jax-ml/jax/issues/40260). So
-a checkpoint is written first, and the other processes wait until the trace is written.
+On GPUs, the end of a trace has crashed processes or taken minutes (https://github.com/jax-ml/jax/issues/40260). So a
+checkpoint is written first, and the other processes wait until the trace is written.
 """
 
 import re
@@ -26,104 +26,115 @@ from jaxmnt.strict_json import json_text
 from jaxmnt.telemetry.device_profile import DeviceProfile, read_profile
 
 PROFILE_FILE = "PROFILE"
-"""Name of the request file. It contains the number of the process that makes the profile, or nothing for process 0."""
-PROFILES = "profiles"
+"""Name of the request file. It contains the number of the process that is to make the profile; if empty, process 0
+does."""
+PROFILES_FOLDER = "profiles"
 """Folder in a run directory with one folder per profiled step, for XProf and TensorBoard's profile plugin."""
-SIGNAL = signal.SIGUSR2
+PROFILE_SIGNAL = signal.SIGUSR2
 
-PROFILE_SECONDS = 1800.0
+PROFILE_TIMEOUT_SECONDS = 1800.0
 """Timeout for making and writing a profile."""
-_LOOK_SECONDS = 2.0
+_POLL_SECONDS = 2.0
 """Interval between two checks for the file."""
 
 Result = TypeVar("Result")
 
 
 class Profiler:
-    """Makes profiles on request. Every process has one; the metrics tell all processes of a request in one of them."""
+    """Makes profiles on request.
+
+    Every process has a profiler. The metrics tell all processes of a request in any of them.
+    """
 
     def __init__(self, run: CompiledRun):
-        """With `telemetry.profile_at`, the first step from that one on is profiled, once in a run."""
-        at = run.config.telemetry.profile_at
-        self._run_dir, self._at, self._identity = run.directory, at, run.identity
+        """With `telemetry.profile_at`, the first step of a start that is not below it is profiled, once in a run."""
+        profile_at = run.config.telemetry.profile_at
+        self._run_dir, self._profile_at, self._identity = run.directory, profile_at, run.identity
         self._events, self._status = run.events, run.status
         self._signalled = False
         """True if the signal or the file has requested a profile."""
-        self.armed = False
+        self.is_armed = False
         """True if the next step is to be profiled."""
-        if at is not None and self._was_profiled_since(at):
-            self._at = None
+        if profile_at is not None and self._was_profiled_since(profile_at):
+            self._profile_at = None
         self.step_seconds = 0.0
         """Seconds that the last profiled step took, without the profiler."""
         self._lock = threading.Lock()
         self._end = threading.Event()
         self._handled_step = 0
-        """Requests made in this step or before are handled."""
+        """Requests that were made in this step or an earlier one have been handled."""
 
     @contextmanager
-    def listening(self) -> Iterator[None]:
-        """Listens for the file and the signal in its context; for the signal only if this is the main thread."""
+    def listen(self) -> Iterator[None]:
+        """Context manager that listens for the file and, in the main thread, for the signal."""
         if self._identity.process_id == 0:
             threading.Thread(target=self._watch_for_file, name="PROFILE", daemon=True).start()
-        before = None
-        with suppress(ValueError):  # not the main thread
-            before = signal.signal(SIGNAL, self._on_signal)
+        old_handler = None
+        with suppress(ValueError):  # raised outside the main thread
+            old_handler = signal.signal(PROFILE_SIGNAL, self._on_signal)
         try:
             yield
         finally:
             self._end.set()
-            if before is not None:
-                signal.signal(SIGNAL, before)
+            if old_handler is not None:
+                signal.signal(PROFILE_SIGNAL, old_handler)
 
     def _on_signal(self, *_: object) -> None:
         self._signalled = True
 
     def _watch_for_file(self) -> None:
-        """Watches for the file PROFILE, in its own thread because a file system may hang."""
+        """Watches for the file PROFILE. Runs in its own thread, because a file system may hang."""
         while not self._end.is_set():
-            with suppress(OSError), self._lock:  # the file system may come back
+            with suppress(OSError), self._lock:  # the file system may be available again later
                 self._signalled |= (self._run_dir / PROFILE_FILE).exists()
-            self._end.wait(_LOOK_SECONDS)
+            self._end.wait(_POLL_SECONDS)
 
     def wants(self, step: int) -> bool:
-        """Returns True if this process requests a profile in `step`. Process 0 requests for the file and the config."""
-        return self._signalled or (self._at is not None and step >= self._at and self._identity.process_id == 0)
+        """Returns True if this process requests a profile in `step`. Process 0 does so if the file or the config
+        requests one."""
+        return self._signalled or (
+            self._profile_at is not None and step >= self._profile_at and self._identity.process_id == 0
+        )
 
     def due(self, requested_in: int) -> bool:
-        """Returns True if the next step is to be profiled, after a save, given the last step with a request."""
+        """Returns True if the next step is to be profiled, after a save.
+
+        `requested_in` is the last step with a request.
+        """
         return requested_in > self._handled_step
 
     def arm(self, saved: bool, step: int) -> None:
-        """Makes the next step profiled if the save before it succeeded."""
-        self.armed, self._handled_step = saved, step
+        """Lets the step after `step` be profiled, if the save before it succeeded (`saved`)."""
+        self.is_armed, self._handled_step = saved, step
         if not saved:
-            # Drop the request, which would otherwise cause failing saves until the run gives up.
-            self._at = None
+            # Drop the request. Otherwise it would cause saves that fail until the run gives up.
+            self._profile_at = None
             self._end.set()
             self._signalled = False
-            self._status.line(f"WARNING step {step}: no profile is made, because the checkpoint before it failed")
+            self._status.line(f"WARNING step {step}: no profile is made, because the save before it failed")
 
-    def step(self, step: int, take: Callable[[], Result]) -> Result:
-        """Takes a step, in one process with the profiler, and returns when the profile is written.
+    def step(self, step: int, take_step: Callable[[], Result]) -> Result:
+        """Takes a step, which one of the processes profiles, and returns when the profile is written.
 
         All processes must call this together.
         """
-        self.armed = False
+        self.is_armed = False
         self._handled_step = step  # the flags of this step still contain the request
         process = int(broadcast("who makes the profile", self._requested_process(), self._identity))
-        folder = self._run_dir / PROFILES / str(step)
+        folder = self._run_dir / PROFILES_FOLDER / str(step)
         with self._lock:
             if self._identity.process_id == 0:
                 self._mark_begun(folder)
             self._signalled = False
-        timed = lambda: self._take_timed(take)
-        result = self._take_profiled(step, folder, timed) if self._identity.process_id == process else timed()
-        barrier("the profile is written", self._identity, PROFILE_SECONDS)
+        take_timed = lambda: self._take_timed(take_step)
+        is_profiled_here = self._identity.process_id == process
+        result = self._take_profiled(step, folder, take_timed) if is_profiled_here else take_timed()
+        barrier("the profile is written", self._identity, PROFILE_TIMEOUT_SECONDS)
         return result
 
     def _mark_begun(self, folder: Path) -> None:
-        """Removes the request and makes the folder before a profile begins: a crash in it must not be repeated."""
-        self._at = None
+        """Removes the request and makes the folder before a profile begins, so that a crash in it is not repeated."""
+        self._profile_at = None
         try:
             folder.mkdir(parents=True, exist_ok=True)
             (self._run_dir / PROFILE_FILE).unlink(missing_ok=True)
@@ -131,29 +142,32 @@ class Profiler:
             self._end.set()
             self._status.line(f"WARNING {printable(str(error))}: the file {PROFILE_FILE} is no longer watched")
 
-    def _take_timed(self, take: Callable[[], Result]) -> Result:
-        """Takes a step and measures its time, until the devices have finished it."""
+    def _take_timed(self, take_step: Callable[[], Result]) -> Result:
+        """Takes a step, waits until the devices have finished it, and measures how long that took."""
         started = time.perf_counter()
-        result = jax.block_until_ready(take())
+        result = jax.block_until_ready(take_step())
         self.step_seconds = time.perf_counter() - started
         return result
 
     def _requested_process(self) -> str | None:
-        """Reads the process that the file names, in process 0; process 0 itself if it names none."""
+        """Returns, in process 0, the number of the process that the file names; "0" if it names no process of the
+        run."""
         if self._identity.process_id != 0:
             return None
         try:
             text = (self._run_dir / PROFILE_FILE).read_text(encoding="utf-8").strip()
         except (OSError, ValueError):  # the request came from the config or a signal
             text = ""
-        exists = re.fullmatch("[0-9]{1,9}", text) and int(text) < self._identity.processes
-        return text if exists else "0"
+        is_process = re.fullmatch("[0-9]{1,9}", text) and int(text) < self._identity.processes
+        return text if is_process else "0"
 
-    def _take_profiled(self, step: int, folder: Path, take: Callable[[], Result]) -> Result:
+    def _take_profiled(self, step: int, folder: Path, take_step: Callable[[], Result]) -> Result:
         """Takes a step with the profiler and reports the profile. Errors of the profiler do not end the run."""
         options = jax.profiler.ProfileOptions()
         options.python_tracer_level = 0
-        options.host_tracer_level = 2 if jax.default_backend() == "cpu" else 0  # on CPU it traces the operations
+        options.host_tracer_level = (
+            2 if jax.default_backend() == "cpu" else 0
+        )  # on CPU the host tracer traces the operations
         if jax.default_backend() == "gpu":
             options.advanced_configuration = {"gpu_num_chips_to_profile_per_task": 1}
         started = time.perf_counter()
@@ -161,21 +175,21 @@ class Profiler:
             jax.profiler.start_trace(str(folder), profiler_options=options)
         except Exception as error:  # another trace may be running
             self._report(step, folder, None, 0.0, summary(error))
-            return take()
+            return take_step()
         profile, trouble = None, "the trace has no operations"
         try:
-            result = take()
+            result = take_step()
         finally:
             try:
                 jax.profiler.stop_trace()
-                profile = self._read(folder)
+                profile = self._read_newest_profile(folder)
             except Exception as error:
                 trouble = summary(error)
         self._report(step, folder, profile, time.perf_counter() - started, "" if profile else trouble)
         return result
 
-    def _read(self, folder: Path) -> DeviceProfile | None:
-        """Reads the newest trace in a folder and writes its summary beside it."""
+    def _read_newest_profile(self, folder: Path) -> DeviceProfile | None:
+        """Reads the newest trace in a folder and writes a summary of it into the folder."""
         files = sorted(folder.rglob("*.xplane.pb"), key=lambda path: path.stat().st_mtime)
         profile = read_profile(files[-1]) if files else None
         if profile is not None:
@@ -183,21 +197,21 @@ class Profiler:
         return profile
 
     def _report(self, step: int, folder: Path, profile: DeviceProfile | None, seconds: float, trouble: str) -> None:
-        """Writes the event about a profile, or about its failure, and prints a line."""
+        """Writes the event about a profile, or about its failure if `profile` is None, and prints a line."""
         fields: dict[str, Any] = {} if profile is None else asdict(profile)
         fields.pop("operations", None)  # they are in the summary
         self._events.write("profile", step=step, file=str(folder), took_seconds=seconds, why=trouble, **fields)
         if profile is None:
             self._status.line(f"WARNING step {step}: no profile was made: {trouble}")
             return
-        share = lambda part: f"{part / max(profile.seconds, 1e-12):.0%}"
+        share = lambda seconds: f"{seconds / max(profile.seconds, 1e-12):.0%}"
         self._status.line(
             f"profile step {step}: {profile.seconds * 1e3:.1f} ms on a device: computation "
             f"{share(profile.computation)}, communication {share(profile.communication)}, both at once "
             f"{share(profile.overlap)}, idle {share(profile.idle)}; {printable(str(folder))}"
         )
 
-    def _was_profiled_since(self, at: int) -> bool:
-        """Returns True if a profile of step `at` or a later one was made, or begun."""
-        folders = (self._run_dir / PROFILES).glob("*")
-        return any(folder.name.isdecimal() and int(folder.name) >= at for folder in folders)
+    def _was_profiled_since(self, first_step: int) -> bool:
+        """Returns True if a profile of `first_step` or a later step was made, or begun."""
+        folders = (self._run_dir / PROFILES_FOLDER).glob("*")
+        return any(folder.name.isdecimal() and int(folder.name) >= first_step for folder in folders)

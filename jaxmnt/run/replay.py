@@ -28,15 +28,15 @@ from jaxmnt.telemetry.events import METRICS, records
 from jaxmnt.telemetry.progress import StatusLine
 from jaxmnt.training.spec import ControlFlags
 
-_COMPARED = ("loss", "grad_norm", "tokens")
+_COMPARED_METRICS = ("loss", "grad_norm", "tokens")
 
 
 def replay(process: RunProcess, first: int, last: int) -> int:
-    """Takes the steps after the checkpoint of step `first` up to `last`, and writes nothing.
+    """Repeats the steps after the checkpoint of step `first` up to step `last`, and writes nothing.
 
-    Returns 0 if loss, gradient norm and tokens of each step equal those in metrics.jsonl, and the state equals that of
-    the checkpoint of step `last`, if there is one; else 1. Steps without a line in metrics.jsonl are not compared.
-    Raises `ConfigError` for a config with other maths, and for steps that the run has not taken.
+    Returns 0 if the loss, gradient norm and tokens of each step equal those in metrics.jsonl, and the state equals the
+    checkpoint of step `last` if there is one; otherwise returns 1. Steps without a line in metrics.jsonl are not
+    compared. Raises `ConfigError` for a config with other maths, and for steps that the run has not taken.
     """
     run = read_data(process)
     training_data = plan_rows(run, write_index=False)
@@ -46,15 +46,17 @@ def replay(process: RunProcess, first: int, last: int) -> int:
     try:
         checkpoint = open_checkpoint(path)
     except DamagedError as damage:
-        raise ConfigError(f"--replay: checkpoint {path} is not whole: {damage}; begin at another") from damage
+        raise ConfigError(
+            f"--replay: checkpoint {path} is not valid: {damage}; begin at another checkpoint"
+        ) from damage
     # Only changes without effect on the numbers are allowed.
-    before = checkpoint.config
-    run = replace(run, config=inherit_choices(run.config, before))
-    different = changes(before, run.config)
-    other_maths = [change.key for change in different if change.resume != "harmless"]
+    earlier = checkpoint.config
+    run = replace(run, config=inherit_choices(run.config, earlier))
+    config_changes = changes(earlier, run.config)
+    other_maths = [change.key for change in config_changes if change.resume != "harmless"]
     if other_maths:
-        raise ConfigError(f"--replay: {other_maths[0]} is not what it was when these steps were taken; undo the change")
-    # Restore and compile as the run did.
+        raise ConfigError(f"--replay: {other_maths[0]} has changed since these steps were taken; undo the change")
+    # Compile and restore as the run did.
     training_data.branch_at(branch_points(checkpoint.manifest.lineage))
     use_compile_cache(run.config.run.compile_cache, run.directory)
     program = compile_steps(run)
@@ -62,29 +64,32 @@ def replay(process: RunProcess, first: int, last: int) -> int:
     state = with_missing_parts(program, program.from_canonical(restored.state))
     feed = begin_feed(run, training_data, program, first)
     control = ControlFlags(program.control_sharding)
-    same = True
+    all_equal = True
     tokens = checkpoint.manifest.tokens
     for step in range(first + 1, last + 1):
         batch, _ = feed.take()
         state, metrics = program.step(state, batch | {"control": control.array()})
-        actual = {name: jax.device_get(metrics[name]).item() for name in _COMPARED}
-        # metrics.jsonl has the tokens since the start of the run; a step's metrics have only its targets.
+        actual = {name: jax.device_get(metrics[name]).item() for name in _COMPARED_METRICS}
+        # metrics.jsonl counts tokens since the start of the run, but a step's metrics count only its own targets.
         targets = actual["tokens"]
         tokens += targets
-        same &= _compare(run.status, step, actual | {"tokens": tokens, "targets": targets}, expected.get(step))
-    same &= _compare_state(run, last, lambda: program.to_canonical(state))
-    if not same:
-        changed = f"; changed since are {', '.join(change.key for change in different)}" if different else ""
-        run.status.line(
-            "Last digits may also differ on another mesh, with other devices, versions or memory settings, or "
-            f"after a change of the config (see config.yaml and the events){changed}. If none of these applies, a "
-            "device computes wrongly."
+        all_equal &= _compare_step(
+            run.status, step, actual | {"tokens": tokens, "targets": targets}, expected.get(step)
         )
-    return ExitCode.FINISHED if same else ExitCode.FAILURE
+    all_equal &= _compare_state(run, last, lambda: program.to_canonical(state))
+    if not all_equal:
+        changed_keys = ", ".join(change.key for change in config_changes)
+        hint = f"; these settings have changed since: {changed_keys}" if config_changes else ""
+        run.status.line(
+            "The last digits may also differ on another mesh, with other devices, versions or memory settings, or "
+            f"after a change of the config (see config.yaml and the events){hint}. If none of these applies, a "
+            "device computes wrong results."
+        )
+    return ExitCode.FINISHED if all_equal else ExitCode.FAILURE
 
 
 def _recorded_steps(run: RunProcess, first: int, last: int) -> dict[int, dict[str, Any]]:
-    """Returns the lines of metrics.jsonl after step `first` up to `last`, by step, equal in all processes.
+    """Returns the lines of metrics.jsonl about the steps after `first` up to `last`, by step, equal in all processes.
 
     Raises `ConfigError` if the run has not taken the last of these steps.
     """
@@ -96,38 +101,39 @@ def _recorded_steps(run: RunProcess, first: int, last: int) -> dict[int, dict[st
             if line["kind"] == "train":
                 newest = max(newest, line["step"])
                 if first < line["step"] <= last:
-                    lines[line["step"]] = {name: line[name] for name in _COMPARED}
+                    lines[line["step"]] = {name: line[name] for name in _COMPARED_METRICS}
         message = json_text([newest, lines])
     newest, lines = json.loads(broadcast("what steps were", message, run.identity))
     if last > newest:
-        there = f"step {newest} is the last in {path}" if newest else f"there are no steps in {path}"
-        hint = f"give {first}:TO with TO up to {newest}" if newest > first else "name an earlier checkpoint"
-        raise ConfigError(f"--replay: {first}:{last} ends after what the run has recorded: {there}; {hint}")
+        reason = f"step {newest} is the last in {path}" if newest else f"there are no steps in {path}"
+        hint = f"give {first}:TO with TO at most {newest}" if newest > first else "name an earlier checkpoint"
+        raise ConfigError(f"--replay: {first}:{last} ends after what the run has recorded: {reason}; {hint}")
     return {int(step): line for step, line in lines.items()}
 
 
-def _compare(status: StatusLine, step: int, actual: dict[str, float], expected: dict[str, Any] | None) -> bool:
-    """Compares a step with its line in metrics.jsonl and prints the result. Returns True unless they differ."""
-    shown = f"step {step}  loss {actual['loss']:.6f}" if actual["targets"] else f"step {step}  no targets"
+def _compare_step(status: StatusLine, step: int, actual: dict[str, float], expected: dict[str, Any] | None) -> bool:
+    """Compares a step with its line in metrics.jsonl and prints the result. Returns False if they differ."""
+    step_text = f"step {step}  loss {actual['loss']:.6f}" if actual["targets"] else f"step {step}  no targets"
     if expected is None:
-        status.line(f"{shown}: not compared, metrics.jsonl lacks this step")
+        status.line(f"{step_text}: not compared, because metrics.jsonl lacks this step")
         return True
-    # As in metrics.jsonl, where values of a step that is bad or has no targets are null.
-    written = finite(actual)
-    wrong = [name for name in _COMPARED if written[name] != expected[name]]
-    differences = ", ".join(f"{name} was {expected[name]} and is {written[name]}" for name in wrong)
-    status.line(f"{shown}: {'DIFFERENT, ' + differences if wrong else 'the same'}")
-    return not wrong
+    # In metrics.jsonl the values of a step that is bad or has no targets are null.
+    recorded = finite(actual)
+    wrong_names = [name for name in _COMPARED_METRICS if recorded[name] != expected[name]]
+    differences = ", ".join(f"{name} was {expected[name]} and is {recorded[name]}" for name in wrong_names)
+    status.line(f"{step_text}: {'DIFFERENT, ' + differences if wrong_names else 'the same'}")
+    return not wrong_names
 
 
-def _compare_state(run: RunProcess, last: int, state: Callable[[], Any]) -> bool:
-    """Compares the state with the checkpoint of the last step. Returns True unless there is one and they differ."""
+def _compare_state(run: RunProcess, last: int, get_state: Callable[[], Any]) -> bool:
+    """Compares the state with the checkpoint of step `last`, if there is one. Returns False if they differ."""
     path = checkpoint_root(run.config) / CHECKPOINTS / str(last)
     try:
         manifest = open_checkpoint(path).manifest
     except (DamagedError, OSError):
-        run.status.line(f"There is no whole checkpoint of step {last} to compare the state with.")
+        run.status.line(f"There is no valid checkpoint of step {last} to compare the state with.")
         return True
-    wrong = mismatched_arrays(f"replay to {last}", manifest, arrays_by_name(state()), run.identity)
-    run.status.line(f"state of step {last}: {f'DIFFERENT in {listed(wrong, 3)}' if wrong else 'the same, bit for bit'}")
-    return not wrong
+    mismatched = mismatched_arrays(f"replay to {last}", manifest, arrays_by_name(get_state()), run.identity)
+    result = f"DIFFERENT in {listed(mismatched, 3)}" if mismatched else "the same, bit for bit"
+    run.status.line(f"state of step {last}: {result}")
+    return not mismatched

@@ -1,4 +1,4 @@
-"""Compares replicas that must hold the same state, to find devices that compute wrong results without an error."""
+"""Compares replicas of the state, to find devices that compute wrong results without an error."""
 
 import functools
 from collections import Counter
@@ -19,45 +19,52 @@ from jaxmnt.telemetry.events import Events
 
 
 class Replicas:
-    """Compares digests of the state on devices that must hold the same, every `every` steps (0: never).
+    """Compares digests of the state on devices that must hold the same data, at a fixed interval.
 
-    The digests are dispatched after a step and read one step later, like metrics, so nothing waits for them. Before a
-    save they are read first, so that a state that differs is never saved.
+    The digests are dispatched after a step and read one step later, like metrics, so nothing waits for them. A save
+    reads the digests of its state first, so that a state that differs between replicas is never saved.
     """
 
-    def __init__(self, every: int, hosts: Mapping[int, str], events: Events):
-        self._every, self._hosts, self._events = every, hosts, events
+    def __init__(self, interval_steps: int, hosts: Mapping[int, str], events: Events):
+        """Compares every `interval_steps` steps (0: never). `hosts` has the host name of each process."""
+        self._interval_steps, self._hosts, self._events = interval_steps, hosts, events
         self._pending: tuple[int, list[str], dict[str, Any], Array] | None = None
-        self._equal: int | None = None
+        """The comparison in progress: its step, the names of the arrays, their (sharding, shape), and the digests."""
+        self._last_equal_step: int | None = None
         """The last step after which all replicas were equal."""
 
     def prepare(self, step: int, state: Any) -> float | None:
-        """Compares the state that a run begins with, which also compiles the comparison.
+        """Compares the replicas of the state that a run begins with, which also compiles the comparison.
 
-        Returns the fraction of its bytes that more than one device holds; None if comparisons are off.
+        Returns the fraction of the state's bytes that more than one device holds; None if comparisons are off.
         """
-        if not self._every:
+        if not self._interval_steps:
             return None
         self._start(step, state)
         self.check()
         leaves = jax.tree.leaves(state)
-        return sum(leaf.nbytes for leaf in leaves if _copies(leaf) > 1) / sum(leaf.nbytes for leaf in leaves)
+        replicated_bytes = sum(leaf.nbytes for leaf in leaves if _copy_count(leaf) > 1)
+        return replicated_bytes / sum(leaf.nbytes for leaf in leaves)
 
-    def begin(self, step: int, state: Any, *, saved: bool) -> None:
-        """Starts to compare `state`, the state after `step`, if a comparison is due or the state will be saved."""
-        if self._every and (saved or step % self._every == 0):
+    def begin(self, step: int, state: Any, *, will_be_saved: bool) -> None:
+        """Starts to compare the replicas of the state after `step` if a comparison is due or the state will be
+        saved."""
+        if self._interval_steps and (will_be_saved or step % self._interval_steps == 0):
             self._start(step, state)
 
     def check(self) -> None:
-        """Raises `UserError`, in all processes, if the last comparison found a difference; the error says where."""
+        """Raises `UserError`, in all processes, if the last comparison found a difference.
+
+        The error names the devices.
+        """
         if self._pending is None:
             return
         (step, names, shardings, stacked), self._pending = self._pending, None
-        sums = np.asarray(stacked)
-        outvoted = {name: outvoted_devices(sums[number], *shardings[name]) for number, name in enumerate(names)}
+        digests = np.asarray(stacked)
+        outvoted = {name: outvoted_devices(digests[number], *shardings[name]) for number, name in enumerate(names)}
         differing = {name: devices for name, devices in outvoted.items() if devices}
         if not differing:
-            self._equal = step
+            self._last_equal_step = step
             return
         devices = sorted({device for group in differing.values() for device in group}, key=lambda device: device.id)
         processes = sorted({device.process_index for device in devices})
@@ -68,19 +75,19 @@ class Replicas:
             devices=[device.id for device in devices],
             processes=processes,
             hosts=[self._hosts[process] for process in processes],
-            equal_until=self._equal,
+            equal_until=self._last_equal_step,
         )
-        who = ", ".join(
+        device_list = ", ".join(
             f"device {device.id} of process {device.process_index} on {self._hosts[device.process_index]}"
             for device in devices[:8]
         )
-        before = ""
-        if self._equal is not None:
-            before = f". They were equal after step {self._equal}, and nothing has been saved since"
+        history = ""
+        if self._last_equal_step is not None:
+            history = f". They were equal after step {self._last_equal_step}, and nothing has been saved since"
         raise UserError(
             f"after step {step} {len(differing)} array{'s' if len(differing) > 1 else ''}, such as {min(differing)}, "
-            f"differ between devices that must hold the same: {who}; exclude the faulty hardware and start the run "
-            f"again{before}"
+            f"differ between devices that must hold the same data: {device_list}; exclude the faulty hardware and "
+            f"start the run again{history}"
         )
 
     def _start(self, step: int, state: Any) -> None:
@@ -88,37 +95,38 @@ class Replicas:
         pieces = start_digests(arrays).pieces
         names = sorted(pieces)
         shardings = {name: (arrays[name].sharding, arrays[name].shape) for name in names}
-        self._pending = step, names, shardings, _replicated(tuple(pieces[name] for name in names))
+        self._pending = step, names, shardings, _stack_on_all_devices(tuple(pieces[name] for name in names))
 
 
-def _copies(leaf: Array) -> int:
-    """Returns the number of devices that hold each piece."""
+def _copy_count(leaf: Array) -> int:
+    """Returns the number of devices that hold a copy of each piece of the array."""
     pieces = {str(index) for index in leaf.sharding.devices_indices_map(leaf.shape).values()}
     return leaf.sharding.num_devices // len(pieces)
 
 
-def _replicated(pieces: tuple[Array, ...]) -> Array:
-    """Stacks the digests to uint32 [arrays, devices, 2], replicated on all devices."""
+def _stack_on_all_devices(pieces: tuple[Array, ...]) -> Array:
+    """Stacks the digests of the arrays to uint32 [arrays, devices, 2], replicated on all devices."""
     sharding = pieces[0].sharding
     assert isinstance(sharding, NamedSharding)
-    stacked: Array = _stacking(NamedSharding(sharding.mesh, P()))(pieces)
+    stacked: Array = _stacking_program(NamedSharding(sharding.mesh, P()))(pieces)
     return stacked
 
 
 @functools.lru_cache(maxsize=8)
-def _stacking(replicated: NamedSharding) -> Any:
-    """Returns the compiled stacking, one for each mesh."""
-    return jax.jit(lambda pieces: jnp.stack(pieces), out_shardings=replicated)
+def _stacking_program(sharding: NamedSharding) -> Any:
+    """Returns a compiled program that stacks arrays into one with this sharding. There is one program for each mesh."""
+    return jax.jit(lambda pieces: jnp.stack(pieces), out_shardings=sharding)
 
 
-def outvoted_devices(sums: np.ndarray, sharding: NamedSharding, shape: tuple[int, ...]) -> list[jax.Device]:
-    """Returns the devices whose digest differs from that of most devices with the same piece; all of these at a tie.
+def outvoted_devices(digests: np.ndarray, sharding: NamedSharding, shape: tuple[int, ...]) -> list[jax.Device]:
+    """Returns the devices whose digest of a piece differs from the digest of most devices that hold the same piece.
 
-    `sums` is uint32 [devices, 2], in the order of the mesh.
+    If no digest has the most votes, returns all devices with that piece. `digests` is uint32 [devices, 2], in the order
+    of the mesh.
     """
     index_map = sharding.devices_indices_map(shape)
     groups: dict[str, list[tuple[jax.Device, tuple[int, ...]]]] = {}
-    for device, digest in zip(sharding.mesh.devices.flat, sums.tolist(), strict=True):
+    for device, digest in zip(sharding.mesh.devices.flat, digests.tolist(), strict=True):
         groups.setdefault(str(index_map[device]), []).append((device, tuple(digest)))
     outvoted = []
     for members in groups.values():

@@ -29,28 +29,28 @@ from jaxmnt.units import count, size
 
 _LIBRARIES = ("flax", "optax", "orbax-checkpoint", "grain", "numpy", "tensorstore")
 _BYTES_PER_TOKEN = 20
-"""Bytes of a token in a batch: five fields of four bytes."""
-_FEW_ROWS = 32
-"""Number of evaluation rows below which a note says that the loss is noisy."""
-_NOTED_FRACTION = 0.005
-"""Fraction of batches without a target from which on a note mentions them."""
+"""Size of a token in a batch: five fields of four bytes each."""
+_MIN_EVALUATION_ROWS = 32
+"""If an evaluation reads fewer rows, a note says that the loss is noisy."""
+_MIN_NOTED_FRACTION = 0.005
+"""Minimum fraction of batches without a target that a note mentions."""
 
 
 def print_run(run: OpenedRun) -> None:
     """Prints where the run is, where it starts from, and what has changed since the last start."""
     start, status = run.start, run.status
     processes = f"{run.identity.processes} process{'es' if run.identity.processes > 1 else ''}"
-    begin = "from the start"
+    beginning = "from the start"
     if start.checkpoint is not None:
-        source = start.checkpoint.path
-        begin = {
+        path = start.checkpoint.path
+        beginning = {
             "own": f"resuming after step {start.step}",
-            "fork": f"a branch of {source} after step {start.step}",
-            "init": f"from the start, with the parameters of {source}",
+            "fork": f"a branch of {path} after step {start.step}",
+            "init": f"from the start, with the parameters of {path}",
         }[start.kind]
     elif start.weights is not None:
-        begin = f"from the start, with the weights of {start.weights}"
-    status.line(f"run     {run.directory}: {begin}, {processes}")
+        beginning = f"from the start, with the weights of {start.weights}"
+    status.line(f"run     {run.directory}: {beginning}, {processes}")
     for remark in start.remarks:
         status.line(f"note    {remark}")
     for change in start.changes:
@@ -63,33 +63,34 @@ def print_run(run: OpenedRun) -> None:
 
 
 def print_data(run: OpenedRun) -> None:
-    """Prints what the run reads, source by source. Process 0 also counts the rows without a target."""
+    """Prints what the run reads from each data source. Process 0 also counts the rows without a target."""
     settings, training, status = run.config.data, run.training_data, run.status
-    without = training.without_targets() if run.writes else {}
+    without_targets = training.without_targets() if run.writes else {}
     for name, part in run.data.parts.items():
         label = "" if len(run.data.parts) == 1 else f"{name}: "
         status.line(
             f"data    {label}{part.path}: {count(part.tokens('train'))} tokens, {count(part.tokens('eval'))} held "
-            f"out ({part.tokenizer['name']}, {part.vocab_size} ids); {_baselines(part)}"
+            f"out ({part.tokenizer['name']}, {part.vocab_size} ids); {_describe_baselines(part)}"
         )
         rows = training.readers[name].rows
-        kinds = {"windows": "windows", "packed": "packed rows"}
-        kind = "rows" if isinstance(part, GrainData) and part.holds_rows else kinds[settings.rows]
+        labels = {"windows": "windows", "packed": "packed rows"}
+        kind = "rows" if isinstance(part, GrainData) and part.holds_rows else labels[settings.rows]
         status.line(
             f"rows    {label}{count(rows)} {kind} of {settings.sequence_length} tokens, "
-            f"fill {training.readers[name].fill:.3f}{_without_targets(without.get(name))}"
+            f"fill {training.readers[name].fill:.3f}{_describe_without_targets(without_targets.get(name))}"
         )
     _print_evaluation(run)
-    empty = training.empty_batches(without)
-    if empty >= _NOTED_FRACTION:
+    empty_fraction = training.empty_batches(without_targets)
+    if empty_fraction >= _MIN_NOTED_FRACTION:
         status.line(
-            f"note    about {empty:.0%} of the batches have no target, and their steps will change nothing: set "
-            "data.rows: packed, a longer data.sequence_length or a larger data.global_batch_size"
+            f"note    about {empty_fraction:.0%} of the batches have no target, so their steps will change "
+            "nothing; set data.rows=packed, a longer data.sequence_length or a larger data.global_batch_size"
         )
 
 
-def _baselines(part: Part) -> str:
-    """Describes the losses of a uniform guess and of the unigram frequencies; also per byte if the bytes are known."""
+def _describe_baselines(part: Part) -> str:
+    """Describes the loss of a uniform guess and of a guess by token frequencies; also per byte if the bytes are
+    known."""
     split = "eval" if part.unigram_nats("eval") else "train"
     frequencies, bytes_per_target = part.unigram_nats(split), part.bytes_per_target(split)
     losses = {"uniform": math.log(part.vocab_size)} | ({} if frequencies is None else {"unigram": frequencies})
@@ -101,7 +102,7 @@ def _baselines(part: Part) -> str:
 
 
 def _print_evaluation(run: OpenedRun) -> None:
-    """Prints how much of the held-out data an evaluation reads, and when."""
+    """Prints how much of the held-out data an evaluation reads, and when evaluations take place."""
     held_out = run.data.tokens("eval")
     limit, every = run.config.eval_limit, run.config.train.eval_every
     if not held_out:
@@ -112,35 +113,40 @@ def _print_evaluation(run: OpenedRun) -> None:
     saves = run.config.checkpoint
     if saves.keep_best and every and saves.every_steps and every % saves.every_steps:
         run.status.line(
-            f"note    checkpoint.keep_best compares steps that are evaluated and saved, every "
+            f"note    checkpoint.keep_best compares only steps that are both evaluated and saved, every "
             f"{math.lcm(every, saves.every_steps)} steps; make train.eval_every a multiple of checkpoint.every_steps"
         )
     if limit is None or limit >= held_out:
         return
     rows = limit // run.config.data.sequence_length
-    if rows < _FEW_ROWS:
+    if rows < _MIN_EVALUATION_ROWS:
         run.status.line(
             f"note    an evaluation reads only {counted(rows, 'row', 'rows')} of held-out tokens, so its loss is "
-            "noisy; set train.eval_tokens=null to evaluate on all"
+            "noisy; set train.eval_tokens=null to evaluate on all of them"
         )
 
 
-def _without_targets(without: WithoutTargets | None) -> str:
-    """Describes the fraction of rows without targets, for a source that marks which tokens are targets."""
-    if without is None:
+def _describe_without_targets(without_targets: WithoutTargets | None) -> str:
+    """Describes the fraction of rows without targets.
+
+    Empty for a source that does not mark which tokens are targets.
+    """
+    if without_targets is None:
         return ""
-    sampled = f" of {without.read:,} that were read" if without.is_sample else ""
-    return f", {without.share:.1%}{sampled} without targets"
+    sample = f" of {without_targets.read:,} that were read" if without_targets.is_sample else ""
+    return f", {without_targets.share:.1%}{sample} without targets"
 
 
 def input_memory(run: OpenedRun, rows: int) -> dict[str, int]:
-    """Returns and prints the bytes of host memory that a process needs for its input, reading `rows` rows per step."""
-    settings, indices = run.config.data, run.training_data.index_bytes
-    batch = rows * settings.sequence_length * _BYTES_PER_TOKEN
-    # The prefetched batches, one that each thread is reading, and the one staged on the devices.
+    """Prints and returns how many bytes of host memory a process needs for its input if it reads `rows` rows per
+    step."""
+    settings, index_bytes = run.config.data, run.training_data.index_bytes
+    bytes_per_batch = rows * settings.sequence_length * _BYTES_PER_TOKEN
+    # The prefetched batches, one batch that each thread is reading, and the batch that is staged on the devices.
     batches = (settings.prefetch if settings.read_threads else 0) + max(1, settings.read_threads) + 1
-    run.status.line(f"host    input takes {size(indices)} of indices, up to {size(batches * batch)} of batches")
-    return {"index_bytes": indices, "batch_bytes": batches * batch}
+    batch_bytes = batches * bytes_per_batch
+    run.status.line(f"host    input takes {size(index_bytes)} of indices, up to {size(batch_bytes)} of batches")
+    return {"index_bytes": index_bytes, "batch_bytes": batch_bytes}
 
 
 def print_finished(run: OpenedRun) -> None:
@@ -149,38 +155,44 @@ def print_finished(run: OpenedRun) -> None:
     steps = 2 * config.train.steps
     run.status.line(f"This run is finished: step {run.start.step} of {config.train.steps}.")
     assert checkpoint is not None
-    longer = config.model_copy(update={"train": config.train.model_copy(update={"steps": steps})})
-    change = rate_change(checkpoint, longer)
-    if change is None or not steps_make_jump(checkpoint, longer):
+    longer_config = config.model_copy(update={"train": config.train.model_copy(update={"steps": steps})})
+    change = rate_change(checkpoint, longer_config)
+    if change is None or not steps_make_jump(checkpoint, longer_config):
         run.status.line(f"longer  raise train.steps, for example train.steps={steps}")
         return
     run.status.line(
-        f"longer  at the learning rate that it has reached: train.steps={steps} optimizer.schedule=constant "
-        f"optimizer.learning_rate={change.before:.3g} --accept-changes"
+        f"longer  at the learning rate that the run has reached: train.steps={steps} optimizer.schedule=constant "
+        f"optimizer.learning_rate={change.old_rate:.3g} --accept-changes"
     )
-    run.status.line(f"longer  from the start, by a schedule of {steps} steps: train.steps={steps} and another run.dir")
+    run.status.line(
+        f"longer  from the start, with a schedule of {steps} steps: train.steps={steps} and another run.dir"
+    )
 
 
 def environment(devices: Sequence[jax.Device]) -> dict[str, str]:
-    """Returns the versions, the kind of the devices, and the variables that change XLA's programs."""
+    """Returns software versions, the kind of the devices, and the environment variables that change XLA's programs."""
     packages = {name: version(name) for name in _LIBRARIES}
     python = {"Python": platform.python_version(), "system": platform.platform()}
-    return software() | python | {"device kind": devices[0].device_kind} | packages | _flags()
+    return software() | python | {"device kind": devices[0].device_kind} | packages | _xla_variables()
 
 
-def _flags() -> dict[str, str]:
-    """Returns those environment variables that change XLA's programs and are set."""
+def _xla_variables() -> dict[str, str]:
+    """Returns the environment variables that are set and change XLA's programs, with their values."""
     return {name: os.environ[name] for name in SHOWN_VARIABLES if os.environ.get(name)}
 
 
 def print_program(status: StatusLine, program: Program, zero_lines: Sequence[str] = ()) -> None:
-    """Prints the mesh, the model and the memory of a device. `zero_lines` explain the choice of `mesh.zero`."""
+    """Prints the mesh, the model, the memory that a device needs and the compile time.
+
+    `zero_lines` has lines that explain the choice of `mesh.zero`.
+    """
     spec, memory = program.spec, program.memory
     device = program.placement.mesh.devices.flat[0]
-    mesh = " × ".join(f"{axis} {n}" for axis, n in program.placement.sizes.items() if n > 1) or "one device"
-    total = program.placement.mesh.size
+    axes = [f"{axis} {axis_size}" for axis, axis_size in program.placement.sizes.items() if axis_size > 1]
+    mesh = " × ".join(axes) or "one device"
+    devices = program.placement.mesh.size
     precision = spec.dtype.name if spec.float8 is None else f"float8 and {spec.dtype.name}"
-    status.line(f"mesh    {mesh}: {total} {device.device_kind} device{'s' if total > 1 else ''}")
+    status.line(f"mesh    {mesh}: {devices} {device.device_kind} device{'s' if devices > 1 else ''}")
     status.line(
         f"model   {count(spec.definition.parameter_count)} parameters, {precision} compute, "
         f"{spec.kernel} attention, "
@@ -191,9 +203,11 @@ def print_program(status: StatusLine, program: Program, zero_lines: Sequence[str
     for note in notes(spec):
         status.line(f"note    {note}")
     if device.platform != "cpu":
-        status.line("environ " + " ".join(f"{name}={value}" for name, value in _flags().items()))
+        status.line("environ " + " ".join(f"{name}={value}" for name, value in _xla_variables().items()))
     if device.platform == "cpu" and (variable := missing_huge_pages()):
-        status.line(f"note    steps on a CPU are quicker with huge pages: set {variable} before the command")
+        status.line(
+            f"note    steps on a CPU are faster with huge pages; set {variable} in the environment of the command"
+        )
     limit = f" of {size(memory.limit)}" if memory.limit else ""
     status.line(
         f"memory  per device: parameters {size(memory.params)}, optimizer {size(memory.optimizer)}, temporary "
@@ -203,8 +217,8 @@ def print_program(status: StatusLine, program: Program, zero_lines: Sequence[str
 
 
 def program_summary(program: Program) -> dict[str, Any]:
-    """Returns what the advice on a run needs: the memory of a step, the idle share of pipeline stages, and the
-    expected time of a step on devices whose rates are known."""
+    """Returns what the advice on a run needs: the memory of a step, the fraction of time for which pipeline stages are
+    idle, and the expected time of a step if the rates of the devices are known."""
     spec = program.spec
     fields: dict[str, Any] = {"memory": asdict(program.memory), "microbatches": spec.num_microbatches}
     fields["idle_share"] = spec.schedule.idle_share() if spec.placement.stages > 1 else 0.0

@@ -1,4 +1,4 @@
-"""Reads a run's directory, and the directory of its checkpoints: which run they belong to, and what they contain."""
+"""Reads a run's directory and the directory of its checkpoints: which run these belong to, and what they contain."""
 
 import functools
 import json
@@ -29,20 +29,23 @@ def checkpoint_root(config: Config) -> StoragePath:
 
 
 def run_directories(config: Config) -> list[StoragePath]:
-    """Returns the run's directory, and that of its checkpoints if it is another one. Each has a run.json and a lock."""
-    directory, elsewhere = config.run_dir, checkpoint_root(config)
-    return [directory] if is_same_directory(directory, elsewhere) else [directory, elsewhere]
+    """Returns the run's directory, and the directory of its checkpoints if that is another one.
+
+    Each of them has a run.json and a lock.
+    """
+    directory, root = config.run_dir, checkpoint_root(config)
+    return [directory] if is_same_directory(directory, root) else [directory, root]
 
 
 def is_same_directory(first: StoragePath, second: StoragePath) -> bool:
-    """Returns True if two paths are the same directory, also through links and relative paths."""
+    """Returns True if two paths lead to the same directory, even if they are relative or contain links."""
     if isinstance(first, Path) and isinstance(second, Path):
         return first.resolve() == second.resolve()
     return first == second
 
 
 def has_trained(config: Config) -> bool:
-    """Returns True if the run has a checkpoint, or an event of a step, as far as these can be read."""
+    """Returns True if the run has a checkpoint, or an event that says that it has taken steps, if these can be read."""
     for directory in (config.run_dir, checkpoint_root(config)):
         with suppress(OSError):
             if step_directories(directory / CHECKPOINTS):
@@ -54,19 +57,23 @@ def has_trained(config: Config) -> bool:
 
 @contextmanager
 def unreadable_is_retryable(config: Config) -> Iterator[None]:
-    """Makes unreadable files end a run that has trained with exit code 1, which is retried, instead of 2."""
+    """Context manager that lets unreadable files end a run that has trained with exit code 1, which is retried, not
+    2."""
     try:
         yield
     except ConfigError as error:
-        unreadable = isinstance(error, UnreadableError) or isinstance(error.__cause__, OSError)
-        if not unreadable or not has_trained(config) or not _names_data_of_the_run(config):
+        is_unreadable = isinstance(error, UnreadableError) or isinstance(error.__cause__, OSError)
+        if not is_unreadable or not has_trained(config) or not _names_data_of_the_run(config):
             raise
-        text = f"{error} (this run has read it before; once it is available again, start the run again)"
+        text = f"{error} (this run has read it before; start the run again once it is available again)"
         raise UserError(text).blaming(hosts=error.hosts, processes=error.processes) from error
 
 
 def _names_data_of_the_run(config: Config) -> bool:
-    """Returns whether the config names the data that the run's start before has read; another path may be a typo."""
+    """Returns True if the config names the data that the previous start of the run has read.
+
+    Another path may be a typo.
+    """
     earlier = earlier_config(config.run_dir)
     return earlier is None or (
         earlier.data.named_sources == config.data.named_sources and earlier.data.eval_sets == config.data.eval_sets
@@ -88,7 +95,7 @@ def read_config(directory: Path) -> Config:
     try:
         tree = yaml.safe_load(read(path).decode())
         if not isinstance(tree, dict):
-            raise ValueError("it holds no settings")
+            raise ValueError("it contains no settings")
         return parse_config(tree, str(path))
     except FileNotFoundError:
         raise ConfigError(f"{directory} is not a run directory: it has no config.yaml") from None
@@ -104,12 +111,13 @@ def read_config(directory: Path) -> Config:
 def earlier_config(directory: Path) -> Config | None:
     """Returns the config of the previous start; None if there was none.
 
-    Also None, with a remark, if its file is damaged: each start writes it again, and checkpoints have their own.
+    If the file is damaged, prints a remark and returns None, because each start writes the file again, and checkpoints
+    have their own config.
     """
     try:
         return read_config(directory) if (directory / "config.yaml").exists() else None
     except DamagedConfigError as error:
-        _remark_once(f"note: {error}: the run continues without it, and writes it again")
+        _remark_once(f"note: {error}; the run continues without it, and writes it again")
         return None
 
 
@@ -119,21 +127,23 @@ def _remark_once(text: str) -> None:
 
 
 def plain_config(config: Config) -> dict[str, Any]:
-    """Returns the resolved config as plain values, as checkpoints contain it."""
+    """Returns the resolved config as plain values, in the form in which checkpoints contain it."""
     return config.model_dump(mode="json", exclude=CLUSTER_SECTIONS)
 
 
 def run_file_of(config: Config) -> RunFile | None:
-    """Reads run.json; returns None for a new run. Raises `ConfigError` if two directories are of different runs."""
-    run_files = [(path, run_file) for path in run_directories(config) if (run_file := read_run(path)) is not None]
+    """Reads run.json; returns None for a new run. Raises `ConfigError` if its directories belong to different runs."""
+    contents = [(path, read_run(path)) for path in run_directories(config)]
+    run_files = [(path, run_file) for path, run_file in contents if run_file is not None]
     if len({run_file.run for _, run_file in run_files}) > 1:
-        runs = printable(", ".join(f"{path} is of run {run_file.run}" for path, run_file in run_files))
-        raise ConfigError(f"checkpoint.dir: {runs}; give each run a run.dir and a checkpoint.dir of its own")
+        runs = printable(", ".join(f"{path} belongs to run {run_file.run}" for path, run_file in run_files))
+        raise ConfigError(f"checkpoint.dir: {runs}; give each run its own run.dir and checkpoint.dir")
     return run_files[0][1] if run_files else None
 
 
 def branches_of(config: Config) -> list[BranchPoint]:
-    """Returns where the run of a config has branched off, or will when it starts; empty if it is not a branch."""
+    """Returns the points at which the run of a config has branched off, or will when it starts; empty if it is no
+    branch."""
     run_file = run_file_of(config) if config.run.dir else None
     if run_file is not None:
         checkpoint = newest_valid(checkpoint_root(config) / CHECKPOINTS, run_file.run)
@@ -145,24 +155,27 @@ def branches_of(config: Config) -> list[BranchPoint]:
 
 
 def check_checkpoints_reachable(config: Config) -> None:
-    """Raises `UserError` if the directory of the run's checkpoints is empty now, such as if it is not mounted."""
+    """Raises `UserError` if the run's checkpoints cannot be reached now, for example because a folder is not mounted.
+
+    Raises `ConfigError` instead if the folder of checkpoints is a broken link and the run has not trained yet.
+    """
     directory = config.run_dir
     root = checkpoint_root(config) / CHECKPOINTS
-    elsewhere = run_directories(config)[1:]
+    other_directories = run_directories(config)[1:]
     if is_link(root) and not root.is_dir():
         kind = UserError if has_trained(config) else ConfigError
         raise kind(
             f"run.dir: {root} is a link to a folder that does not exist; mount or create that folder, then try again"
         )
-    run_file = read_run(directory) if elsewhere else None
-    if run_file is None or any(read_run(path) for path in elsewhere) or not has_trained(config):
+    run_file = read_run(directory) if other_directories else None
+    if run_file is None or any(read_run(path) for path in other_directories) or not has_trained(config):
         return
-    # An empty checkpoint.dir is an error only if it is where the checkpoints were at the previous start.
+    # An empty checkpoint.dir is an error only if the checkpoints were there at the previous start.
     previous = _previous_root(directory)
-    if previous is not None and is_same_directory(previous, elsewhere[0]):
+    if previous is not None and is_same_directory(previous, other_directories[0]):
         raise UserError(
-            f"checkpoint.dir: {elsewhere[0]} has no files of run {printable(run_file.run)}, which has used it before; "
-            "check that it is mounted and try again; to begin at step 0, pass --fresh"
+            f"checkpoint.dir: {other_directories[0]} has no files of run {printable(run_file.run)}, which has used it "
+            "before; check that it is mounted and try again, or pass --fresh to begin at step 0"
         )
 
 
@@ -174,13 +187,13 @@ def _previous_root(directory: Path) -> StoragePath | None:
     return checkpoint_root(earlier) if earlier.checkpoint.dir else directory
 
 
-ACCEPTED = "accepted.json"
-"""File in a run's directory with the values, by config key, that were accepted with --accept-changes."""
+ACCEPTED_FILE = "accepted.json"
+"""File in a run's directory with the values, by config key, that the user has accepted with --accept-changes."""
 
 
 @dataclass(frozen=True)
 class RunDirectory:
-    """The contents of a run's directories, read once by the job that has the locks."""
+    """The contents of a run's directories, which the job that has the locks reads once."""
 
     directory: Path
     root: StoragePath
@@ -188,19 +201,20 @@ class RunDirectory:
     run_file: RunFile | None = None
     """The content of run.json; None if this is a new run."""
     checkpoint: Committed | None = None
-    """The newest valid checkpoint of the run; without a run.json, of any run."""
+    """The newest valid checkpoint of the run, or of any run if there is no run.json."""
     foreign_checkpoint: Committed | None = None
     """The newest valid checkpoint of another run, if `checkpoint` is None."""
     checkpoint_elsewhere: Committed | None = None
-    """The run's newest valid checkpoint in the previous start's checkpoint directory, if that was another one."""
+    """The run's newest valid checkpoint in the checkpoint directory of the previous start, if that was another
+    directory."""
     unreachable: list[tuple[int, StoragePath]] = field(default_factory=list)
-    """(step, path) of steps that are broken links, oldest first."""
-    damaged: bool = False
-    """True if `checkpoint` is None and a step was set aside as damaged, or will be when the folder is cleaned up."""
-    committed: int = 0
-    """If `checkpoint` is None, the last step that the run committed according to its events; 0 if there is none."""
+    """The (step, path) of each step that is a broken link, oldest first."""
+    has_damaged: bool = False
+    """True if `checkpoint` is None, and a step was set aside as damaged or will be when the folder is cleaned up."""
+    last_committed_step: int = 0
+    """If `checkpoint` is None, the last step that the run has committed according to its events; 0 if there is none."""
     accepted: dict[str, Any] = field(default_factory=dict)
-    """If there is a checkpoint, the values that were accepted at earlier starts, by key."""
+    """If there is a checkpoint, the values that were accepted at earlier starts, by config key."""
 
     @property
     def run(self) -> str | None:
@@ -231,8 +245,8 @@ def read_directory(config: Config) -> RunDirectory:
         foreign_checkpoint,
         checkpoint_elsewhere,
         unreachable_steps(root),
-        damaged=checkpoint is None and _has_damaged(root),
-        committed=last_commit(directory) if checkpoint is None and run_file is not None else 0,
+        has_damaged=checkpoint is None and _has_damaged(root),
+        last_committed_step=last_commit(directory) if checkpoint is None and run_file is not None else 0,
         accepted={} if checkpoint is None else _read_accepted(run_directories(config)),
     )
 
@@ -245,15 +259,14 @@ def _checkpoint_elsewhere(config: Config, directory: Path, run: str) -> Committe
 
 
 def _has_damaged(root: StoragePath) -> bool:
-    """Returns True if a step is set aside, or damaged: it is not valid, and a link or without an `.unfinished` note.
+    """Returns True if a step was set aside as damaged, or is damaged. Call this only if no step is valid.
 
-    Only called if no step is valid.
+    A step that is not valid is damaged if it is a link or has no `.unfinished` note.
     """
     names = [path.name for path in root.iterdir()] if root.is_dir() else []
     steps = [path for _, path in step_directories(root)]
-    return any(".damaged" in name for name in names) or any(
-        is_link(path) or not unfinished_activity(path) for path in steps
-    )
+    was_set_aside = any(".damaged" in name for name in names)
+    return was_set_aside or any(is_link(path) or not unfinished_activity(path) for path in steps)
 
 
 def _read_accepted(directories: list[StoragePath]) -> dict[str, Any]:
@@ -262,23 +275,27 @@ def _read_accepted(directories: list[StoragePath]) -> dict[str, Any]:
     for directory in directories:
         with suppress(FileNotFoundError):
             try:
-                content = json.loads(read(directory / ACCEPTED).decode())
+                content = json.loads(read(directory / ACCEPTED_FILE).decode())
             except (ValueError, RecursionError):
                 content = None
             if isinstance(content, dict):
                 accepted |= content
             else:
-                remark(f"note: {directory / ACCEPTED} is damaged: changes that it lists need --accept-changes again")
+                remark(
+                    f"note: {directory / ACCEPTED_FILE} is damaged: changes that it lists need --accept-changes again"
+                )
     return accepted
 
 
-def record_accepted(config: Config, before: dict[str, Any], accepted: list[Change]) -> None:
-    """Records the `accepted` changes in the run's directories, so that later starts need not accept them again.
+def record_accepted(config: Config, earlier: dict[str, Any], accepted: list[Change]) -> None:
+    """Records the `accepted` changes in the run's directories, so that the user need not accept them at later starts.
 
-    Values accepted `before` stay recorded while the config has them: the run may fall back to an earlier checkpoint.
+    Values accepted at earlier starts (`earlier`) stay recorded while the config has them, because the run may fall back
+    to an earlier checkpoint.
     """
     values = maths_settings(config)
-    now = {key: value for key, value in before.items() if key in values and values[key] == value}
-    now |= {change.key: change.now for change in accepted}
-    for directory in run_directories(config) if now != before else []:
-        publish(directory / ACCEPTED, json_text(now, indent=1) + "\n")
+    all_accepted = {key: value for key, value in earlier.items() if key in values and values[key] == value}
+    all_accepted |= {change.key: change.now for change in accepted}
+    if all_accepted != earlier:
+        for directory in run_directories(config):
+            publish(directory / ACCEPTED_FILE, json_text(all_accepted, indent=1) + "\n")

@@ -1,4 +1,4 @@
-"""Builds what a run needs to take steps: the feed, the log, monitoring, profiling and evaluation."""
+"""Builds all that a run needs to take steps: the feed, the log, monitoring, profiling and evaluation."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -34,13 +34,13 @@ class Running(ReadyRun):
 
 
 def start_running(run: ReadyRun) -> Running:
-    """Opens the log and starts to read rows."""
+    """Builds the objects that a run needs to take steps. Opens the log and starts to read rows."""
     monitoring = Monitoring(run)
     run.resources.callback(monitoring.close)
     log = _open_log(run, monitoring)
     run.resources.callback(log.close)
     profiler = Profiler(run)
-    run.resources.enter_context(profiler.listening())
+    run.resources.enter_context(profiler.listen())
     _serve_status(run, log, monitoring)
     feed = begin_feed(run, run.training_data, run.program, run.start.step)
     run.events.write("data", digest=run.data.digest, **report.input_memory(run, feed.local_rows))
@@ -59,10 +59,10 @@ def start_running(run: ReadyRun) -> Running:
 def _open_log(run: ReadyRun, monitoring: Monitoring) -> TrainLog:
     bad_steps = BadStepMonitor(run)
 
-    def finished(step: int, seconds: float, values: dict[str, Any]) -> None:
+    def check_finished_step(step: int, seconds: float, values: dict[str, Any]) -> None:
         run.watchdog.finished_step(seconds)
         bad_steps.see(step, values)
-        monitoring.finished(step, values["loss"])
+        monitoring.check_loss(step, values["loss"])
         if step == run.start.step + 1:
             run.clock.lap("first_step")
             run.events.write("started", step=step, seconds=run.clock.seconds, compile_cache=run.clock.compile_cache)
@@ -79,13 +79,14 @@ def _open_log(run: ReadyRun, monitoring: Monitoring) -> TrainLog:
         attempt=run.events.attempt,
         log_every=run.config.train.log_every,
         cost=None if run.spending is None else run.spending.outlook,
-        finished=finished,
+        finished=check_finished_step,
         written=_open_sinks(run).put,
     )
 
 
 def rates(program: Program) -> Rates:
-    """Returns the FLOPs and tokens from which a step's rates are computed, by the convention of `telemetry.flops`."""
+    """Returns the FLOPs and tokens from which the rates of a step are computed, by the convention that
+    `telemetry.flops` names."""
     spec, mesh = program.spec, program.placement.mesh
     config, data = spec.config, spec.config.data
     flops = token_flops(spec.definition, data.sequence_length)
@@ -100,7 +101,7 @@ def rates(program: Program) -> Rates:
 
 
 def _open_sinks(run: ReadyRun) -> Sinks:
-    """Opens the telemetry sinks in process 0. A run that fails does not wait for them."""
+    """Opens the telemetry sinks in process 0. A run that fails does not wait for their last writes."""
     names = resolve_sinks(run.config.telemetry.sinks) if run.writes else []
     sinks = Sinks(
         names,
@@ -111,11 +112,11 @@ def _open_sinks(run: ReadyRun) -> Sinks:
     )  # fmt: skip
     run.heartbeat.may_fail = packages_of(names)
 
-    def close(error: type[BaseException] | None, *_: object) -> None:
+    def close_sinks(error: type[BaseException] | None, *_: object) -> None:
         if not sinks.close(patient=error is None):
-            run.heartbeat.exit_handler.must_exit_now = True  # a sink's own thread may keep the process alive forever
+            run.heartbeat.exit_handler.must_exit_now = True  # a thread of a sink could keep the process alive forever
 
-    run.resources.push(close)
+    run.resources.push(close_sinks)
     return sinks
 
 
@@ -123,8 +124,8 @@ def _serve_status(run: ReadyRun, log: TrainLog, monitoring: Monitoring) -> None:
     settings = run.config.telemetry
     if settings.port is None or not run.writes:
         return
-    constants = {"run": run.start.run, "steps": run.config.train.steps, "processes": run.identity.processes}
-    status = lambda: {**log.latest, **monitoring.status(), **constants, "now": str(run.watchdog.position())}
-    url = run.resources.enter_context(serving(settings.host, settings.port, status))
+    run_fields = {"run": run.start.run, "steps": run.config.train.steps, "processes": run.identity.processes}
+    get_status = lambda: {**log.latest, **monitoring.status(), **run_fields, "now": str(run.watchdog.position())}
+    url = run.resources.enter_context(serving(settings.host, settings.port, get_status))
     if url is not None:
         run.status.line(f"status  {url}/status, /metrics, /healthz, /stacks")

@@ -1,4 +1,4 @@
-"""Decides when a run saves, reports the saves, retries failed ones, and gives up after too many failures."""
+"""Decides when a run saves, reports its saves, retries failed ones, and ends the run after too many failures."""
 
 import time
 from functools import partial
@@ -24,7 +24,7 @@ from jaxmnt.telemetry.reliability import seconds_between_failures
 from jaxmnt.training.state import stored_bytes
 
 _RETRY_SECONDS = (0.0, 30.0, 120.0)
-"""Delay before a retry after the first failure in a row, the second, and each further one."""
+"""Delay before the retry after the first failure in a row, the second one, and each later one."""
 
 
 class CheckpointManager:
@@ -41,7 +41,7 @@ class CheckpointManager:
         needed = space_needed(stored_bytes(program.canonical_abstract_state), run.identity.processes)
         self._needed = needed
         self._locks = run.locks
-        self.saver = Saver(self._root, config.checkpoint, needed, run.identity, lambda: _confirm(run.locks))
+        self.saver = Saver(self._root, config.checkpoint, needed, run.identity, lambda: _confirm_locks(run.locks))
         self._manifest = partial(
             Manifest,
             run=run.start.run,
@@ -50,16 +50,16 @@ class CheckpointManager:
             lineage=run.start.lineage,
             libraries={name: version(name) for name in ("jax", "orbax-checkpoint", "tensorstore")},
         )
-        self._clock = self._make_timer(run.directory, program.placement.mesh.size)
+        self._timer = self._make_timer(run.directory, program.placement.mesh.size)
         self._saved_step = run.start.step
         self._failed_in_a_row = 0
         self._last_failure = ""
         self._retry_at: float | None = None
-        self._blocked = 0.0
+        self._last_blocked_seconds = 0.0
         self.count = 0
-        """Number of committed checkpoints."""
+        """Number of checkpoints that this start has committed."""
         self.blocked_seconds = 0.0
-        """Seconds for which saves have blocked training so far."""
+        """Seconds for which saves of this start have blocked training."""
 
     def prepare(self, state: Any) -> None:
         """Compiles the programs that a save runs on the devices, so that the first save does not wait for them."""
@@ -71,35 +71,41 @@ class CheckpointManager:
         return not self._failed_in_a_row
 
     def check_room(self) -> None:
-        """Raises `UserError`, in all processes, if no checkpoint fits; prints a note if not all that are kept fit."""
-        short = None
+        """Raises `UserError`, in all processes, if there is no space for a checkpoint.
+
+        Prints a note if there is no space for all checkpoints that are to be kept.
+        """
+        message = None
         if self._identity.process_id == 0:
-            short = shortage(self._root, self._needed) or ""
-        if missing := broadcast("room for a checkpoint", short, self._identity):
+            message = shortage(self._root, self._needed) or ""
+        missing_space = broadcast("room for a checkpoint", message, self._identity)
+        if missing_space:
             raise UserError(
-                f"checkpoint.dir: not enough space for one checkpoint: {missing}; free space or choose "
+                f"checkpoint.dir: not enough space for one checkpoint: {missing_space}; free space or choose "
                 "another directory"
             )
         if self._identity.process_id == 0 and isinstance(self._root, Path):
             present = sum(not is_link(path) for _, path in step_directories(self._root))
-            more = max(1, self._settings.keep + 1 - present)
-            if short := shortage(self._root, self._needed, more):
-                self._status.line(f"note    {self._settings.keep + 1} checkpoints will not fit: {short}")
+            further = max(1, self._settings.keep + 1 - present)
+            message = shortage(self._root, self._needed, further)
+            if message:
+                self._status.line(f"note    {self._settings.keep + 1} checkpoints will not fit: {message}")
 
     def wants(self) -> bool:
-        """Returns True if process 0 requests a save: it is due by time, or the last one failed."""
+        """Returns True if this is process 0 and it requests a save, because one is due by time or the last one
+        failed."""
         if self._identity.process_id != 0 or self.saver.is_saving:
             return False
         now = time.monotonic()
-        return self._clock.due(now) or (self._retry_at is not None and now >= self._retry_at)
+        return self._timer.due(now) or (self._retry_at is not None and now >= self._retry_at)
 
     def due(self, step: int, requested_in: int) -> bool:
         """Returns True if a save is due after `step`, given the last step in which a process requested one."""
-        every = self._settings.every_steps
-        return (every > 0 and step % every == 0) or requested_in > self._saved_step
+        interval = self._settings.every_steps
+        return (interval > 0 and step % interval == 0) or requested_in > self._saved_step
 
     def save(self, step: int, state: Any, tokens: int, loss: float | None) -> float:
-        """Starts a save of the state after `step`, and returns for how many seconds that blocked.
+        """Starts a save of the state after `step`. Returns for how many seconds that blocked training.
 
         Raises `UserError` if `checkpoint.max_failed_saves` saves have failed in a row.
         """
@@ -107,32 +113,32 @@ class CheckpointManager:
         self.poll(wait=True)
         self._give_up_after_too_many()
         self._events.write("checkpoint_begin", step=step)
-        self._clock.last = time.monotonic()
+        self._timer.last = time.monotonic()
         self._saved_step, self._retry_at = step, None
         describe = lambda arrays: self._manifest(step=step, arrays=arrays, tokens=tokens, loss=loss, time=time.time())
         self.saver.save(step, self._program.to_canonical(state), describe)
-        self._blocked = time.perf_counter() - started
-        self.blocked_seconds += self._blocked
-        return self._blocked
+        self._last_blocked_seconds = time.perf_counter() - started
+        self.blocked_seconds += self._last_blocked_seconds
+        return self._last_blocked_seconds
 
     def add_loss(self, step: int, loss: float | None) -> None:
-        """Adds the held-out loss of a later evaluation to the committed checkpoint of `step`. Process 0 writes it.
+        """Adds the held-out loss of a later evaluation to the committed checkpoint of `step`, in process 0.
 
-        Then `checkpoint.keep_best` and RUN@best consider it.
+        From then on `checkpoint.keep_best` and RUN@best consider the checkpoint.
         """
         if self._identity.process_id != 0 or loss is None:
             return
-        _confirm(self._locks)
+        _confirm_locks(self._locks)
         try:
             add_loss(self._root / str(step), loss, self._manifest.keywords["config"]["train"]["eval_tokens"])
         except (OSError, DamagedError) as error:
             self._status.line(
                 f"WARNING the held-out loss of checkpoint {step} could not be added to it: {error}; RUN@best and "
-                "checkpoint.keep_best do not count it"
+                "checkpoint.keep_best ignore this checkpoint"
             )
 
     def poll(self, *, wait: bool = False) -> None:
-        """Reports the outcome of a save as soon as it is known."""
+        """Reports the outcome of the last save, if it is known by now. With `wait`, waits until it is."""
         saved = self.saver.result(wait=wait)
         if saved is None:
             return
@@ -141,23 +147,24 @@ class CheckpointManager:
             return
         if saved.not_removed is not None:
             self._status.line(
-                f"WARNING older checkpoints could not be removed: {saved.not_removed}; fix that: each save tries again"
+                f"WARNING older checkpoints could not be removed: {saved.not_removed}; fix that, and the next save "
+                "will remove them"
             )
         self._failed_in_a_row = 0
         self.count += 1
-        self._clock.record_cost(self._blocked, saved.seconds)
+        self._timer.record_cost(self._last_blocked_seconds, saved.seconds)
         self._events.write(
             "checkpoint_commit",
             step=saved.step,
             seconds=saved.seconds,
-            blocked_seconds=self._blocked,
+            blocked_seconds=self._last_blocked_seconds,
             bytes=saved.bytes,
-            next_seconds=self._clock.seconds,
+            next_seconds=self._timer.seconds,
             not_removed=saved.not_removed,
         )
 
     def finish(self, step: int, state: Any, tokens: int, loss: float | None) -> None:
-        """Returns when the save of the last step is committed; tries again if it failed."""
+        """Returns when the save of the last step is committed. Repeats a save that failed."""
         self.poll(wait=True)
         while self._failed_in_a_row:
             self.save(step, state, tokens, loss)
@@ -169,7 +176,7 @@ class CheckpointManager:
         self._retry_at = time.monotonic() + delay
         self._events.write("checkpoint_failed", step=saved.step, why=why, failed_in_a_row=self._failed_in_a_row)
         self._status.line(
-            f"WARNING checkpoint {saved.step} could not be saved: {why}; it is tried again (failure "
+            f"WARNING checkpoint {saved.step} could not be saved: {why}; the save will be tried again (failure "
             f"{self._failed_in_a_row} of {self._settings.max_failed_saves} in a row)"
         )
         self._last_failure = why
@@ -178,18 +185,20 @@ class CheckpointManager:
         if self._failed_in_a_row >= self._settings.max_failed_saves:
             raise UserError(
                 f"{self._failed_in_a_row} saves in a row failed in {self._root}: {self._last_failure}; "
-                "check space and permissions, then run again from the last checkpoint"
+                "check space and permissions, then start the run again, which resumes from the last checkpoint"
             )
 
     def _make_timer(self, run_dir: Path, devices: int) -> SaveTimer:
-        failures, running = history(event_file(run_dir, 0))
-        stated = self._settings.hours_between_failures
-        mean, how = seconds_between_failures(stated, failures, running, devices)
+        failures, running_seconds = history(event_file(run_dir, 0))
+        configured_hours = self._settings.hours_between_failures
+        mean_seconds, source = seconds_between_failures(configured_hours, failures, running_seconds, devices)
         if self._settings.every_minutes == "auto" and self._identity.process_id == 0:
-            self._status.line(f"note    saves are timed for one failure every {mean / 3600:.1f} hours ({how})")
-        return SaveTimer(self._settings.every_minutes, mean, time.monotonic())
+            self._status.line(
+                f"note    saves are timed for one failure every {mean_seconds / 3600:.1f} hours ({source})"
+            )
+        return SaveTimer(self._settings.every_minutes, mean_seconds, time.monotonic())
 
 
-def _confirm(locks: list[RunLock]) -> None:
+def _confirm_locks(locks: list[RunLock]) -> None:
     for lock in locks:
         lock.confirm()

@@ -21,19 +21,20 @@ from jaxmnt.training.compile import Program
 from jaxmnt.training.state import model_state
 
 REQUIRED_PARTS = ("params", "optimizer", "counters")
-"""Parts of the state that every checkpoint has. Later versions may have added others."""
+"""Parts of the state that every checkpoint has. Checkpoints of later versions may have more parts."""
 
 
 @dataclass
 class Progress:
-    """The position of a run: everything that a step changes."""
+    """The progress of a run: everything that a step changes."""
 
     step: int
-    """Number of steps done."""
+    """Number of steps that the run has taken."""
     state: Any
     loss: float | None = None
     """Held-out loss after the last step; None if it was not evaluated."""
     preempted: bool = False
+    """True if the run was asked to stop."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +47,7 @@ class ReadyRun(CompiledRun):
 
 
 def restore_run(compiled: CompiledRun) -> ReadyRun:
-    """Restores or creates the state; from an earlier checkpoint than that of `compiled.start` if that is damaged."""
+    """Restores or creates the state. If the checkpoint of `compiled.start` is damaged, restores an earlier one."""
     limits, config = compiled.config.watchdog, compiled.config
     is_new = compiled.start.checkpoint is None and compiled.start.weights is None
     with compiled.watchdog.during("creating the state" if is_new else "restoring", limits.restore_seconds):
@@ -63,13 +64,18 @@ def restore_run(compiled: CompiledRun) -> ReadyRun:
         replicated = replicas.prepare(start.step, state)
     return_free_memory()
     if replicated is not None:
-        run.status.line(f"note    {replicated:.0%} of the state is held by several devices, which are compared")
+        run.status.line(
+            f"note    {replicated:.0%} of the state is held by several devices each, whose copies are compared"
+        )
     run.clock.lap("compile")
     return ReadyRun(**vars(run), saves=saves, replicas=replicas, progress=Progress(start.step, state))
 
 
 def starting_state(run: CompiledRun) -> tuple[ResumePoint, Any]:
-    """Returns the state to begin with, and its resume point: an earlier one if that of `run.start` is damaged."""
+    """Returns the state to begin with, and its resume point.
+
+    If the checkpoint of `run.start` is damaged, the resume point is an earlier one.
+    """
     start, program = run.start, run.program
     while (checkpoint := start.checkpoint) is not None:
         abstract = state_to_restore(program, checkpoint, parameters_only=start.kind == "init")
@@ -82,8 +88,8 @@ def starting_state(run: CompiledRun) -> tuple[ResumePoint, Any]:
             start = fall_back(start, damage, run.config, run.data, run.identity)
             for remark in start.remarks:
                 run.status.line(f"WARNING {remark}")
-            origin = "from the start" if start.checkpoint is None else f"from step {start.step}"
-            run.status.line(f"WARNING going on {origin} instead")
+            position = "from the start" if start.checkpoint is None else f"from step {start.step}"
+            run.status.line(f"WARNING going on {position} instead")
             continue
         run.events.write(
             "restore",
@@ -110,29 +116,34 @@ def _state_with_weights(run: CompiledRun, path: Path) -> dict[str, Any]:
 
 
 def state_to_restore(program: Program, checkpoint: Committed, *, parameters_only: bool = False) -> dict[str, Any]:
-    """Returns the abstract state of the parts to restore from the checkpoint, by part. Raises `ConfigError`."""
+    """Returns the abstract state to restore from the checkpoint, by part.
+
+    With `parameters_only`, it has no optimizer state and no counters. Raises `ConfigError` if the checkpoint lacks a
+    required part.
+    """
     abstract = program.canonical_abstract_state
     stored = {name.partition("/")[0] for name in checkpoint.manifest.arrays}
     if parameters_only:
         return {part: tree for part, tree in model_state(abstract).items() if part == "params" or part in stored}
     if missing := sorted(set(REQUIRED_PARTS) - stored):
-        raise ConfigError(f"checkpoint {checkpoint.path} lacks {missing[0]}; it was not written by a training run")
+        raise ConfigError(f"checkpoint {checkpoint.path} lacks {missing[0]}, so it was not written by a training run")
     return {part: tree for part, tree in abstract.items() if part in stored}
 
 
 def with_missing_parts(program: Program, state: dict[str, Any]) -> dict[str, Any]:
-    """Returns the state with new values for the parts that the checkpoint does not have."""
+    """Returns `state` with initial values for the parts that it lacks."""
     missing = [part for part in program.abstract_state if part not in state]
     if not missing:
         return state
-    fresh = program.init()
-    return {part: state.get(part, fresh[part]) for part in program.abstract_state}
+    new_state = program.init()
+    return {part: state.get(part, new_state[part]) for part in program.abstract_state}
 
 
 def _should_spread(run: CompiledRun) -> bool:
-    """Returns True if replicas each read a share and exchange them, as `checkpoint.read` says.
+    """Returns True if each replica is to read a share and the replicas to exchange these, as `checkpoint.read` says.
 
-    With "auto", not on CPU nor with a single process: there the file cache is faster than the exchange.
+    "auto" means that they do, except on CPUs and with a single process, where the file cache is faster than the
+    exchange.
     """
     if run.config.checkpoint.read != "auto":
         return run.config.checkpoint.read == "spread"
@@ -140,7 +151,10 @@ def _should_spread(run: CompiledRun) -> bool:
 
 
 def _write_description(run: CompiledRun) -> None:
-    """Writes the config, its changes, the tokenizer and a source model's other files into the run's directories."""
+    """Writes the config, the tokenizer and a source model's other files into the run's directories.
+
+    Also writes an event for each change of the config.
+    """
     config, start, directories = run.config, run.start, run_directories(run.config)
     write_config(run.directory, config)
     tokenizer = tokenizer_of_data(run.data.tokenizer, run.data.vocab_size, run.data.folder)

@@ -1,7 +1,8 @@
-"""The stages of a run in one process, as values that are built from one another.
+"""The states of a run in one process from its start to its first step, each of which adds fields to the previous one.
 
-`RunProcess` has what lasts from start to end. `open_run` (`whole.py`) makes an `OpenedRun` of it, and `compile_run`
-(`compiling.py`) a `CompiledRun`; `starting_state.py` adds the state and its saves, `running.py` what takes steps.
+`RunProcess` has what exists from start to end, and `RunWithData` adds the data. `open_run` (`training_run.py`) returns
+an `OpenedRun`, and `compile_run` (`compiling.py`) a `CompiledRun`. Then `starting_state.py` adds the train state and
+its saves, and `running.py` all that taking steps requires.
 """
 
 import time
@@ -30,7 +31,7 @@ from jaxmnt.training.compile import Program
 
 @dataclass(frozen=True)
 class RunProcess:
-    """A process of a run, and its config as far as it is resolved: values built from this one resolve it further."""
+    """A process of a run. The config is only partly resolved; the classes derived from this one resolve it further."""
 
     config: Config
     directory: Path
@@ -45,8 +46,9 @@ class RunProcess:
     zero_is_auto: bool
     """True if the user's config has `mesh.zero: auto`."""
     device_override: Sequence[jax.Device] | None = None
-    """The devices of all processes; None means all that JAX finds."""
+    """The devices of all processes to train on; None means all that JAX finds."""
     began: float = field(default_factory=time.perf_counter)
+    """The value of `time.perf_counter` at the start."""
 
     @property
     def writes(self) -> bool:
@@ -55,7 +57,7 @@ class RunProcess:
 
     @property
     def devices(self) -> Sequence[jax.Device]:
-        """The devices that the run trains on, of all processes."""
+        """The devices of all processes that the run trains on."""
         return self.device_override or jax.devices()
 
 
@@ -68,9 +70,9 @@ def run_process(
     stop: StopRequest | None = None,
     devices: Sequence[jax.Device] | None = None,
 ) -> Iterator[RunProcess]:
-    """Enters a run with this process. By default it is the only process, and handles signals itself.
+    """Makes this process a process of a run, in a context.
 
-    `devices` are all devices of all processes by default.
+    By default it is the only process, handles signals itself, and uses all devices of all processes.
     """
     directory, identity = config.run_dir, identity or Identity()
     heartbeat = heartbeat or disconnected_heartbeat(identity)
@@ -79,7 +81,7 @@ def run_process(
         stop = stop or resources.enter_context(stop_request(config, identity, heartbeat.end))
         resources.enter_context(watchdog)
         status = resources.enter_context(status_line(quiet=identity.process_id != 0))
-        watchdog.tell = status.waiting
+        watchdog.show_wait = status.waiting
         yield RunProcess(
             config,
             directory,
@@ -97,7 +99,7 @@ def run_process(
 
 @dataclass(frozen=True, kw_only=True)
 class RunWithData(RunProcess):
-    """A process that has opened the run's data; the config fits the data's vocabulary."""
+    """A process that has opened the run's data. The vocabulary size in the config is that of the data."""
 
     data: Sources
     hosts: dict[int, str]
@@ -128,5 +130,5 @@ class CompiledRun(OpenedRun):
 
     events: Events
     spending: Spending | None
-    """None in other processes than 0, and if no price is set."""
+    """None in processes other than 0, and if no price is set."""
     program: Program

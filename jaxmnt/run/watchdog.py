@@ -1,7 +1,8 @@
-"""Detects that this process hangs, and reports where, from a background thread.
+"""Detects in a background thread that this process hangs, and reports where.
 
-A step may take `watchdog.factor` times the median of the last steps, but at least `watchdog.step_seconds`. Phases that
-normally take long (compiling, restoring, evaluating, saving) have limits of their own.
+The time limit of a step is `watchdog.factor` times the median time of the last steps, but at least
+`watchdog.step_seconds`. Phases that normally take long (compiling, restoring, evaluating, saving) have their own
+limits.
 """
 
 import statistics
@@ -19,33 +20,36 @@ from jaxmnt.distributed.messages import Position
 from jaxmnt.errors import remark
 from jaxmnt.telemetry.stacks import write_stacks
 
-_LOOK_SECONDS = 0.5
-_REMEMBERED = 64
-_STEPS = "taking steps"
+_POLL_SECONDS = 0.5
+_REMEMBERED_STEPS = 64
+_STEP_PHASE = "taking steps"
 
 
 class Watchdog:
     """Tracks the phase of this process, and calls `heartbeat.halt` when a phase takes too long.
 
-    Used as a context manager. The main thread reports its phase; a background thread checks it twice a second.
+    Used as a context manager. The main thread reports its phase, and a background thread checks it twice a second.
     """
 
     def __init__(self, settings: Settings, run_dir: Path, process: int, heartbeat: Heartbeat):
         self._settings = settings
         self._stacks = run_dir / "hangs" / f"{process}.txt"
         self._heartbeat = heartbeat
-        self._main = threading.current_thread().ident
-        self.reads: Callable[[], bool] = lambda: False
-        """Returns True while the main thread waits for input."""
-        self._seconds: deque[float] = deque(maxlen=_REMEMBERED)
+        self._main_thread_id = threading.current_thread().ident
+        self.is_reading: Callable[[], bool] = lambda: False
+        """Function that returns True while the main thread waits for input."""
+        self._step_seconds: deque[float] = deque(maxlen=_REMEMBERED_STEPS)
         self._step = 0
         self._settled = False
-        self.tell: Callable[[str, float, str], None] = lambda phase, seconds, done: None
-        """Called about twice a second outside of steps, with the phase, its seconds and its progress."""
-        self._phase, self._since, self._done = "starting", time.monotonic(), ""
+        """True once a step is finished on the devices."""
+        self.show_wait: Callable[[str, float, str], None] = lambda phase, seconds, progress: None
+        """Function that is called about twice a second outside of steps, with the phase, its seconds and its
+        progress."""
+        self._phase, self._phase_began, self._progress = "starting", time.monotonic(), ""
         self._limit: float | None = None
         self._checks = 0
-        """Checks since the last progress: counted instead of timed, so a suspended process does not seem to hang."""
+        """Number of checks since the last progress. Checks are counted instead of the time, so that a process that was
+        suspended does not seem to hang."""
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         heartbeat.position, heartbeat.note_stacks = self.position, self.note_stacks
@@ -56,17 +60,21 @@ class Watchdog:
 
     def __exit__(self, *_: object) -> None:
         self._end.set()
-        self._thread.join(_LOOK_SECONDS)
+        self._thread.join(_POLL_SECONDS)
 
     @contextmanager
     def during(self, phase: str, seconds: float | None) -> Iterator[None]:
-        """Makes this the phase in its context, which may take `seconds` after each `note_progress`; None: no limit."""
-        before = self._phase, self._limit
+        """Context manager in which this process is in `phase`, which may take `seconds` after each call of
+        `note_progress`.
+
+        None means that there is no limit.
+        """
+        previous_phase, previous_limit = self._phase, self._limit
         self._enter(phase, seconds)
         try:
             yield
         finally:
-            self._enter(*before)
+            self._enter(previous_phase, previous_limit)
 
     def begin_steps(self, step: int) -> None:
         """Call this before the first step of this start, which is number `step`."""
@@ -77,24 +85,24 @@ class Watchdog:
         self._step = step
 
     def finished_step(self, seconds: float) -> None:
-        """Call this when a step is finished on the devices, with its duration. Adapts the limit of a step."""
-        if self._settled:  # the first one loads programs and opens connections
-            self._seconds.append(seconds)
+        """Call this with the duration of each step that is finished on the devices. Adapts the time limit of a step."""
+        if self._settled:  # the first step is no measure, because it loads programs and opens connections
+            self._step_seconds.append(seconds)
         self._settled = True
-        typical = statistics.median(self._seconds) if self._seconds else 0.0
-        shortest = self._settings.step_seconds
-        limit = None if shortest is None else max(shortest, self._settings.factor * typical)
-        self._enter(_STEPS, limit)
+        median_seconds = statistics.median(self._step_seconds) if self._step_seconds else 0.0
+        min_limit = self._settings.step_seconds
+        limit = None if min_limit is None else max(min_limit, self._settings.factor * median_seconds)
+        self._enter(_STEP_PHASE, limit)
 
-    def note_progress(self, done: str = "") -> None:
-        """Restarts the time limit of the current phase. `done` says how far it is, such as batch 3 of 20."""
-        self._checks, self._done = 0, done
+    def note_progress(self, progress: str = "") -> None:
+        """Restarts the time limit of the current phase. `progress` says how far the phase is, such as batch 3 of 20."""
+        self._checks, self._progress = 0, progress
 
     def position(self) -> Position:
-        """Returns where this process is. Callable from any thread."""
-        reads = self.reads()
-        phase = "waiting for input" if reads else self._phase
-        return Position(self._step, f"{phase}{self._main_thread()}", self._settled, own=reads)
+        """Returns where this process is. May be called from any thread."""
+        is_reading = self.is_reading()
+        phase = "waiting for input" if is_reading else self._phase
+        return Position(self._step, f"{phase}{self._main_thread_location()}", self._settled, own=is_reading)
 
     def note_stacks(self) -> None:
         """Appends the stacks of all threads to `run.dir/hangs/PROCESS.txt`."""
@@ -109,33 +117,34 @@ class Watchdog:
     def _enter(self, phase: str, limit: float | None) -> None:
         self.note_progress()
         if phase != self._phase:
-            self._since = time.monotonic()
+            self._phase_began = time.monotonic()
         self._phase, self._limit = phase, limit
         self.note_progress()
 
     def _pause(self) -> bool:
         """Waits until the next check. Returns True if the watchdog has ended."""
-        return self._end.wait(_LOOK_SECONDS)
+        return self._end.wait(_POLL_SECONDS)
 
     def _watch(self) -> None:
         while not self._pause():
             self._checks += 1
-            limit, phase, done = self._limit, self._phase, self._done
-            if phase != _STEPS and (seconds := time.monotonic() - self._since) >= 1:
-                self.tell(phase, seconds, done)
-            if limit is not None and self._checks * _LOOK_SECONDS > limit:
-                after = f", after {self._step - 1} of them" if self._settled and self._step else ""
-                self._heartbeat.halt(f"no progress for {limit:g} s while {phase}{after}")
+            limit, phase, progress = self._limit, self._phase, self._progress
+            seconds = time.monotonic() - self._phase_began
+            if phase != _STEP_PHASE and seconds >= 1:
+                self.show_wait(phase, seconds, progress)
+            if limit is not None and self._checks * _POLL_SECONDS > limit:
+                position = f", after {self._step - 1} of them" if self._settled and self._step else ""
+                self._heartbeat.halt(f"no progress for {limit:g} s while {phase}{position}")
 
-    def _main_thread(self) -> str:
-        """Returns the file and function of our own code that the main thread is in."""
-        frame = sys._current_frames().get(self._main or 0)
+    def _main_thread_location(self) -> str:
+        """Returns the file and function of our code that the main thread is executing; empty if there is none."""
+        frame = sys._current_frames().get(self._main_thread_id or 0)
         while frame is not None and f"{_PACKAGE}/" not in frame.f_code.co_filename:
             frame = frame.f_back
         if frame is None:
             return ""
-        name = frame.f_code.co_filename.rpartition(f"{_PACKAGE}/")[2]
-        return f" ({name} {frame.f_code.co_name})"
+        file = frame.f_code.co_filename.rpartition(f"{_PACKAGE}/")[2]
+        return f" ({file} {frame.f_code.co_name})"
 
 
 _PACKAGE = "jaxmnt"

@@ -1,4 +1,4 @@
-"""Runs a training run in one process, from start to end."""
+"""Carries out a training run in one process, from start to end."""
 
 from collections.abc import Callable
 
@@ -23,23 +23,23 @@ from jaxmnt.telemetry.sinks import resolve_sinks
 from jaxmnt.training.build import build_spec
 
 
-def train_in(process: RunProcess, flags: ResumeFlags, opened: Callable[[], None] = lambda: None) -> ExitCode:
-    """Trains in this process of a run. Calls `opened` just before the run opens its event log."""
+def train_in(process: RunProcess, flags: ResumeFlags, before_events: Callable[[], None] = lambda: None) -> ExitCode:
+    """Trains in this process of a run. Calls `before_events` just before the run opens its event log."""
     with reporting_failures(process.heartbeat), unreadable_is_retryable(process.config):
         run = open_run(process, flags)
         if run.finished:
             return ExitCode.FINISHED
-        return train_steps(start_running(restore_run(compile_run(run, opened))))
+        return train_steps(start_running(restore_run(compile_run(run, before_events))))
 
 
 def open_run(process: RunProcess, flags: ResumeFlags) -> OpenedRun:
     """Opens a run: reads its data, takes its locks, and finds the point to resume from.
 
-    The config of a finished run is checked as well, although there is nothing more to do.
+    The config is also checked if the run is finished and there is nothing more to do.
     """
     notifier = Notifier(process.config.run.notify, process.identity.process_id, str(process.directory.absolute()))
     check_price(process.config)
-    resolve_sinks(process.config.telemetry.sinks)  # raises for unknown ones
+    resolve_sinks(process.config.telemetry.sinks)  # raises an error for unknown sinks
     locks = []
     for directory in run_directories(process.config):
         lock = process.resources.enter_context(RunLock(directory))
@@ -47,16 +47,16 @@ def open_run(process: RunProcess, flags: ResumeFlags) -> OpenedRun:
         locks.append(lock)
     process.clock.watch_compile_cache()
     run = read_data(process)
-    # Indexing reads all documents of a dataset, which takes long: wait until the run has its lock and is not refused.
-    reads_all = any(isinstance(part, GrainData) and not part.holds_rows for part in run.data.parts.values())
-    if not reads_all:
+    # Indexing reads all documents of a dataset, which takes long, so do it once the run has its locks and may start.
+    must_index = any(isinstance(part, GrainData) and not part.holds_rows for part in run.data.parts.values())
+    if not must_index:
         training_data = plan_rows(run, write_index=True)
     start = resume_point(run.config, run.data, run.identity, locks, run.status.line, flags)
-    if reads_all:
+    if must_index:
         training_data = plan_rows(run, write_index=True)
     config = run.config
     if start.kind == "own" and start.checkpoint is not None:
-        refuse_other_data(config, run.data.digests, start.checkpoint)  # datasets that are now indexed have full digests
+        refuse_other_data(config, run.data.digests, start.checkpoint)  # indexed datasets now have full digests
         config = inherit_choices(config, start.checkpoint.config)
     else:
         config = config.changed({"train.eval_tokens": config.eval_limit})
