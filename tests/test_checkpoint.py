@@ -251,13 +251,13 @@ def test_history_counts_attempts_without_an_end(tmp_path):
 
 def test_the_clock():
     never = retention.SaveTimer(None, 100.0, 0.0)
-    assert not never.due(1e9)
+    assert not never.is_due(1e9)
     timed = retention.SaveTimer(2.0, 100.0, 0.0)
-    assert not timed.due(119.0) and timed.due(120.0)
+    assert not timed.is_due(119.0) and timed.is_due(120.0)
     timed.last = 120.0
-    assert not timed.due(230.0)
+    assert not timed.is_due(230.0)
     auto = retention.SaveTimer("auto", 36000.0, 0.0)
-    assert auto.due(0.0), "the first save tells what one costs"
+    assert auto.is_due(0.0), "the first save tells what one costs"
     auto.last = 0.0
     auto.record_cost(0.5, 20.0)
     assert auto.seconds == pytest.approx(math.sqrt(2 * 0.5 * 36000), rel=0.01)
@@ -521,18 +521,18 @@ def test_programs_have_keys_that_no_other_program_reads(monkeypatch):
 
 
 def test_another_cpu_has_another_folder(monkeypatch):
-    here = compile_cache._cpu_folder()
+    here = compile_cache._cpu_cache_folder()
     read = Path.read_text
     monkeypatch.setattr(Path, "read_text", lambda path, **how: read(path, **how).replace("flags\t", "flags\tnew "))
-    assert compile_cache._cpu_folder() != here
+    assert compile_cache._cpu_cache_folder() != here
     monkeypatch.setattr(compile_cache, "version", lambda _: "99")
-    assert len({here, compile_cache._cpu_folder()}) == 2
+    assert len({here, compile_cache._cpu_cache_folder()}) == 2
 
     def missing(path, **how):
         raise FileNotFoundError(path)
 
     monkeypatch.setattr(Path, "read_text", missing)
-    assert compile_cache._cpu_folder(), "also where there is no /proc"
+    assert compile_cache._cpu_cache_folder(), "also where there is no /proc"
 
 
 # -- the lock

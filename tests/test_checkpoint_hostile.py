@@ -455,7 +455,7 @@ def quick_lock(monkeypatch):
 
 DEAD = {"job": "a" * 16, "host": "n1", "process": 2**22 + 1, "started": "77", "machine": "x y", "since": "2001-01-01"}
 
-HERE = DEAD | {"machine": lock._machine()}
+HERE = DEAD | {"machine": lock._machine_id()}
 UNREADABLE = {
     "cut off": b'{"job": "12',
     "no text": b"\xff\xfe\x80",

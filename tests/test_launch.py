@@ -129,8 +129,8 @@ def test_what_a_refusal_advises_is_handed_on_and_done_once(tiny_file, tmp_path, 
     assert len(starts) == 4 and all(set(flags) <= set(start) for start in starts)
     seen = [dict(zip((RUN_KEY, "SLURM_JOB_ID", "SLURM_RESTART_COUNT"), start, strict=False)) for start in starts]
     begun = RunFile(run="r", lineage=[], begun_by=fresh.job_identifiers(seen[0]))
-    assert all(fresh.begun_by_this_job(begun, one) for one in seen[1:])
-    assert not fresh.begun_by_this_job(begun, seen[0] | {RUN_KEY: "of another job"})
+    assert all(fresh.was_begun_by_this_job(begun, one) for one in seen[1:])
+    assert not fresh.was_begun_by_this_job(begun, seen[0] | {RUN_KEY: "of another job"})
     without = environment | {"WITHOUT": f"env -u {RUN_KEY}", "SLURM_RESTART_COUNT": "0"}
     done = subprocess.run(["bash", str(script)], env=without, capture_output=True, text=True, timeout=30)
     assert "--fresh: JAXMNT_RUN_KEY is not set" in done.stderr and len(out.read_text().splitlines()) == 4

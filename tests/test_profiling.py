@@ -53,9 +53,9 @@ def test_a_profile_is_made_once_and_changes_nothing(tiny, tmp_path):
 
 
 def test_a_file_and_a_signal_ask_for_profiles(tiny, tmp_path, monkeypatch):
-    monkeypatch.setattr(profiling, "_LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(profiling, "_POLL_SECONDS", 0.02)
     run, asked = tmp_path / "run", []
-    wants = profiling.Profiler.wants
+    wants = profiling.Profiler.wants_profile
 
     def ask(self, step):
         if step == 3:
@@ -66,7 +66,7 @@ def test_a_file_and_a_signal_ask_for_profiles(tiny, tmp_path, monkeypatch):
         asked.append(step)
         return wants(self, step)
 
-    monkeypatch.setattr(profiling.Profiler, "wants", ask)
+    monkeypatch.setattr(profiling.Profiler, "wants_profile", ask)
     before = signal.getsignal(signal.SIGUSR2)
     assert train(tiny("train.steps=20", "checkpoint.every_steps=100")) == 0
     first, second = [one["step"] for one in told(run, "profile")]

@@ -179,7 +179,7 @@ def test_a_run_says_what_it_takes_and_names_a_slow_device(tiny, monkeypatch, cap
             read = nvml.readings
             until(lambda: nvml.readings > read + 2 and not nvml.xids, 20)
 
-    monkeypatch.setattr(monitoring.Monitoring, "finished", see)
+    monkeypatch.setattr(monitoring.Monitoring, "check_loss", see)
     assert train(tiny("train.steps=20", "telemetry.probe_every=2", "telemetry.resources_every_seconds=0.1")) == 0
     told = read_lines(event_file(tmp_path / "run", 0))
     probed = [one for one in told if one["kind"].startswith("slow_device") and one["device"] == 3]

@@ -22,7 +22,7 @@ from jaxmnt.config.load import parse_config
 from jaxmnt.data.sources import fit_to_data, open_sources
 from jaxmnt.distributed.identity import Identity
 from jaxmnt.errors import ConfigError, ExitCode
-from jaxmnt.run import fresh, whole
+from jaxmnt.run import fresh, training_run
 from jaxmnt.run.changes import inherit_choices, rate_change, refuse_changes, steps_make_jump, unaccepted_changes
 from jaxmnt.run.lock import RunLock
 from jaxmnt.run.resume import ResumeFlags, ResumePoint, resume_point
@@ -390,8 +390,8 @@ def test_a_job_starts_over_once(going_on, monkeypatch):
     )
     assert "a" * 64 not in (Path(config.run.dir) / "run.json").read_text(), "the key is a secret"
     known = RunFile(run="r", lineage=[], begun_by=fresh.job_identifiers(os.environ))
-    assert fresh.begun_by_this_job(known, {"JAXMNT_RUN_KEY": "a" * 64})
-    assert fresh.begun_by_this_job(
+    assert fresh.was_begun_by_this_job(known, {"JAXMNT_RUN_KEY": "a" * 64})
+    assert fresh.was_begun_by_this_job(
         known, {"JAXMNT_RUN_KEY": "b" * 64, "SLURM_JOB_ID": "77", "SLURM_RESTART_COUNT": "1"}
     )
     for other in (
@@ -399,7 +399,7 @@ def test_a_job_starts_over_once(going_on, monkeypatch):
         {"JAXMNT_RUN_KEY": "b" * 64, "SLURM_JOB_ID": "77"},
         {"SLURM_JOB_ID": "78", "SLURM_RESTART_COUNT": "2"},
     ):
-        assert not fresh.begun_by_this_job(known, other)
+        assert not fresh.was_begun_by_this_job(known, other)
     monkeypatch.setenv("JAXMNT_RUN_KEY", "b" * 64)
     assert opened(config, fresh=True).run != first.run, "another job"
 
@@ -407,7 +407,7 @@ def test_a_job_starts_over_once(going_on, monkeypatch):
 def test_a_run_that_is_in_use_is_not_set_aside(going_on, monkeypatch):
     from jaxmnt.run import lock
 
-    monkeypatch.setattr(lock, "_LEAVING_SECONDS", 0.1)
+    monkeypatch.setattr(lock, "_EXIT_TIMEOUT_SECONDS", 0.1)
     config = going_on()
     before = held(Path(config.run.dir))
     with RunLock(Path(config.run.dir)) as other:
@@ -419,7 +419,7 @@ def test_a_run_that_is_in_use_is_not_set_aside(going_on, monkeypatch):
 
 def test_the_command_has_flags_for_both(tiny_file, monkeypatch):
     said = []
-    monkeypatch.setattr(whole, "train_in", lambda process, flags, opened: said.append(flags) or ExitCode.FINISHED)
+    monkeypatch.setattr(training_run, "train_in", lambda process, flags, _: said.append(flags) or ExitCode.FINISHED)
     for flags in ([], ["--accept-changes"], ["--fresh"]):
         assert train_module.main(["--config", str(tiny_file), *flags]) == ExitCode.FINISHED
     assert said == [ResumeFlags(), ResumeFlags(accept_changes=True), ResumeFlags(fresh=True)]

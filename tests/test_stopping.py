@@ -144,7 +144,7 @@ def test_a_signal_after_the_end_changes_no_exit_code(tiny_file, tmp_path):
 
 def test_a_file_asks_to_stop_once(tiny, monkeypatch):
     """It is removed when it is obeyed: else a job that is queued again would stop for ever."""
-    monkeypatch.setattr(preemption, "_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(preemption, "_POLL_SECONDS", 0.01)
     config = tiny("train.steps=100000", "checkpoint.every_steps=0")
     run = Path(config.run.dir)
     run.mkdir()
@@ -156,7 +156,7 @@ def test_a_file_asks_to_stop_once(tiny, monkeypatch):
 
 
 def test_the_end_of_the_allocation_is_respected(tiny, monkeypatch):
-    monkeypatch.setattr(preemption, "_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(preemption, "_POLL_SECONDS", 0.01)
     monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 100))
     config = tiny("train.steps=100000", "checkpoint.every_steps=0", "run.stop_margin_seconds=120")
     assert train(config, devices=jax.devices()[:1]) == 75
@@ -177,7 +177,7 @@ def test_a_clock_that_is_set_neither_delays_the_end_nor_hastens_it(monkeypatch):
     """Back by an hour, then forward by three: the run stops when its seconds are over, and not before."""
     steady, system = [100.0], [1e9]
     monkeypatch.setattr(preemption, "time", SimpleNamespace(monotonic=lambda: steady[0], time=lambda: system[0]))
-    monkeypatch.setattr(preemption, "_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(preemption, "_POLL_SECONDS", 0.01)
     left = seconds_left(10, 60, {"SLURM_JOB_END_TIME": str(10**9 + 500)})
     assert left == 440
     with StopRequest(None, lambda why: None, left) as request:

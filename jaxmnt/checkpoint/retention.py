@@ -69,7 +69,7 @@ class SaveTimer:
         if isinstance(self.minutes, float | int):
             self.seconds = self.minutes * 60
 
-    def due(self, now: float) -> bool:
+    def is_due(self, now: float) -> bool:
         if self.minutes is None:
             return False
         return self.seconds is None or now - self.last >= self.seconds

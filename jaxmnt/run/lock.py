@@ -175,9 +175,8 @@ class RunLock:
         known."""
         description = "a job whose lock.json cannot be read"
         if isinstance(self._path, Path):
-            with contextlib.suppress(
-                OSError, KeyError, OverflowError
-            ):  # the file is gone, or its owner has no name here
+            # The file may be gone, or its owner may have no name here.
+            with contextlib.suppress(OSError, KeyError, OverflowError):
                 status = self._path.stat()
                 description += f", written {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(status.st_mtime))}"
                 description += f" by {pwd.getpwuid(status.st_uid).pw_name}"

@@ -35,7 +35,7 @@ def train_steps(run: Running) -> ExitCode:
         run.watchdog.begin_step(progress.step + 1)
         batch, digest = feed.take()
         # The batch carries the requests of this process, and the step's metrics tell all processes of them.
-        requests = {"save": saves.wants(), "profile": run.profiler.wants(progress.step + 1)}
+        requests = {"save": saves.wants_save(), "profile": run.profiler.wants_profile(progress.step + 1)}
         metrics = _take_step(run, batch | {"control": run.control.array(stop=run.stop.wanted, **requests)})
         step = progress.step
         if step < last_step:
@@ -47,8 +47,8 @@ def train_steps(run: Running) -> ExitCode:
         progress.preempted = log.stop_seen
         if _is_due(step, settings.eval_every) or step == settings.steps:
             progress.loss = _evaluate(run)
-        must_profile = run.profiler.due(log.profile_seen)
-        must_save = saves.due(step, log.save_seen) or step == last_step or progress.preempted or must_profile
+        must_profile = run.profiler.is_due(log.profile_seen)
+        must_save = saves.is_due(step, log.save_seen) or step == last_step or progress.preempted or must_profile
         run.replicas.begin(step, progress.state, will_be_saved=must_save)
         if must_save:
             _save(run)

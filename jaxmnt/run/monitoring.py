@@ -281,7 +281,7 @@ class BadStepMonitor:
     """Checks the metrics of every finished step, in all processes. Only the writer, process 0, reports."""
 
     def __init__(self, run: CompiledRun):
-        self._max_in_a_row = run.config.train.max_bad_steps
+        self._max_bad_in_a_row = run.config.train.max_bad_steps
         self._batch_rows = run.config.data.global_batch_size
         self._order = run.training_data.order
         self._events, self._status, self._writer = run.events, run.status, run.writes
@@ -306,14 +306,14 @@ class BadStepMonitor:
             self._without_targets = set()
             return
         first, last = self._row_range(step, step)
-        bad = "the loss" if not math.isfinite(values["loss"]) else "the gradient"
+        bad_value = "the loss" if not math.isfinite(values["loss"]) else "the gradient"
         if self._writer:
-            self._events.write("bad_step", step=step, rows=[first, last], bad=bad, in_a_row=in_a_row)
+            self._events.write("bad_step", step=step, rows=[first, last], bad=bad_value, in_a_row=in_a_row)
             self._status.line(
-                f"WARNING step {step}: {bad} is not finite (rows {first} to {last}); the model is left unchanged"
+                f"WARNING step {step}: {bad_value} is not finite (rows {first} to {last}); the model is left unchanged"
             )
-        if in_a_row > self._max_in_a_row:
-            raise UserError(self._describe_bad_steps(step, in_a_row, bad))
+        if in_a_row > self._max_bad_in_a_row:
+            raise UserError(self._describe_bad_steps(step, in_a_row, bad_value))
 
     def _report_no_targets(self, step: int) -> None:
         """Reports a step without targets, but only the first of this start, because there may be many."""
@@ -348,17 +348,17 @@ class BadStepMonitor:
             in_a_row -= first not in self._without_targets
         return first
 
-    def _describe_bad_steps(self, step: int, in_a_row: int, bad: str) -> str:
+    def _describe_bad_steps(self, step: int, in_a_row: int, bad_value: str) -> str:
         """Returns the error message for too many bad steps in a row, with the rows that may have caused them."""
         first_bad = self._first_bad_step(step, in_a_row)
         first, last = self._row_range(first_bad, step)
-        last_good = "no step was good since this start"
+        last_good = "no step since this start was good"
         if self._last_good is not None:
             good_step, loss = self._last_good
             last_good = f"the last good step was {good_step}, its loss {loss:.4f}"
         return (
-            f"{in_a_row} steps in a row, up to step {step}: {bad} was infinite or NaN ({last_good}; the rows of these "
-            f"steps are {first} to {last}); if these rows are the cause, add {{from_row: {first}, rows: "
+            f"{in_a_row} steps in a row, up to step {step}: {bad_value} was infinite or NaN ({last_good}; the rows of "
+            f"these steps are {first} to {last}); if these rows are the cause, add {{from_row: {first}, rows: "
             f"{last + 1 - first}}} to data.skip; if there is a checkpoint of step {first_bad} or later, "
             "also set another run.dir and run.fork_from to continue from an earlier one; if these rows are not "
             "the cause, lower optimizer.learning_rate and continue from an earlier checkpoint"

@@ -47,7 +47,7 @@ class Profiler:
     """
 
     def __init__(self, run: CompiledRun):
-        """With `telemetry.profile_at`, the first step of a start that is not below it is profiled, once in a run."""
+        """With `telemetry.profile_at`, profiles the first step at or after it, once in a run."""
         profile_at = run.config.telemetry.profile_at
         self._run_dir, self._profile_at, self._identity = run.directory, profile_at, run.identity
         self._events, self._status = run.events, run.status
@@ -89,14 +89,14 @@ class Profiler:
                 self._signalled |= (self._run_dir / PROFILE_FILE).exists()
             self._end.wait(_POLL_SECONDS)
 
-    def wants(self, step: int) -> bool:
+    def wants_profile(self, step: int) -> bool:
         """Returns True if this process requests a profile in `step`. Process 0 does so if the file or the config
         requests one."""
         return self._signalled or (
             self._profile_at is not None and step >= self._profile_at and self._identity.process_id == 0
         )
 
-    def due(self, requested_in: int) -> bool:
+    def is_due(self, requested_in: int) -> bool:
         """Returns True if the next step is to be profiled, after a save.
 
         `requested_in` is the last step with a request.
@@ -165,9 +165,8 @@ class Profiler:
         """Takes a step with the profiler and reports the profile. Errors of the profiler do not end the run."""
         options = jax.profiler.ProfileOptions()
         options.python_tracer_level = 0
-        options.host_tracer_level = (
-            2 if jax.default_backend() == "cpu" else 0
-        )  # on CPU the host tracer traces the operations
+        # On CPU the host tracer traces the operations.
+        options.host_tracer_level = 2 if jax.default_backend() == "cpu" else 0
         if jax.default_backend() == "gpu":
             options.advanced_configuration = {"gpu_num_chips_to_profile_per_task": 1}
         started = time.perf_counter()

@@ -86,20 +86,20 @@ class CheckpointManager:
             )
         if self._identity.process_id == 0 and isinstance(self._root, Path):
             present = sum(not is_link(path) for _, path in step_directories(self._root))
-            further = max(1, self._settings.keep + 1 - present)
-            message = shortage(self._root, self._needed, further)
+            further_checkpoints = max(1, self._settings.keep + 1 - present)
+            message = shortage(self._root, self._needed, further_checkpoints)
             if message:
                 self._status.line(f"note    {self._settings.keep + 1} checkpoints will not fit: {message}")
 
-    def wants(self) -> bool:
+    def wants_save(self) -> bool:
         """Returns True if this is process 0 and it requests a save, because one is due by time or the last one
         failed."""
         if self._identity.process_id != 0 or self.saver.is_saving:
             return False
         now = time.monotonic()
-        return self._timer.due(now) or (self._retry_at is not None and now >= self._retry_at)
+        return self._timer.is_due(now) or (self._retry_at is not None and now >= self._retry_at)
 
-    def due(self, step: int, requested_in: int) -> bool:
+    def is_due(self, step: int, requested_in: int) -> bool:
         """Returns True if a save is due after `step`, given the last step in which a process requested one."""
         interval = self._settings.every_steps
         return (interval > 0 and step % interval == 0) or requested_in > self._saved_step

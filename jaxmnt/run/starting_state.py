@@ -140,9 +140,9 @@ def with_missing_parts(program: Program, state: dict[str, Any]) -> dict[str, Any
 
 
 def _should_spread(run: CompiledRun) -> bool:
-    """Returns True if each replica is to read a share and the replicas to exchange these, as `checkpoint.read` says.
+    """Returns True if `checkpoint.read` says that each replica reads a share and gets the rest from the others.
 
-    "auto" means that they do, except on CPUs and with a single process, where the file cache is faster than the
+    "auto" means that it does, except on CPUs and with a single process, where the file cache is faster than the
     exchange.
     """
     if run.config.checkpoint.read != "auto":
