@@ -96,7 +96,7 @@ def test_two_stop_at_ctrl_c_and_two_resume_bit_for_bit(two_processes, sabotaged,
     launcher.send_signal(signal.SIGINT)
     out, err = launcher.communicate(timeout=60)
     assert launcher.returncode == 75, err
-    assert "[0] run the same command again to go on" in out
+    assert "[0] run the same command again to continue" in out
     last = len(losses(run))
     assert [events(run, "preempted", process)[0]["step"] for process in range(2)] == [last] * 2
     assert newest_valid(run / "checkpoints").step == last < 20

@@ -288,7 +288,7 @@ def test_starting_over_sets_the_run_aside(tiny, whole_run, capsys):
     assert train(config, devices=one_device(), fresh=True) == ExitCode.STOPPED
     shown = capsys.readouterr().out
     assert f"the run that was in {run} is set aside in {run / 'aside-1'}" in shown and "from the start" in shown
-    assert "to go on, raise train.stop_after" in shown
+    assert "to continue, raise train.stop_after" in shown
     after = held(run)
     for name, content in before.items():
         stays = name in ("notes.txt", "logs/0.txt")

@@ -30,16 +30,16 @@ def verify(path: StoragePath, run: str | None, note_array: Callable[[str], None]
     """
     checkpoint = open_checkpoint(path, run)
     reader = Reader(checkpoint)
-    wrong = []
+    problems = []
     for name, array in sorted(checkpoint.manifest.arrays.items()):
         note_array(name)
         try:
             if reader.content_digest(name) != array.content:
-                wrong.append(f"array {name} is not what was saved: its digest differs")
+                problems.append(f"array {name} is not what was saved: its digest differs")
         except DamagedError as damage:
-            wrong.append(str(damage))
-    if wrong:
-        raise DamagedError("; ".join(wrong))
+            problems.append(str(damage))
+    if problems:
+        raise DamagedError("; ".join(problems))
     return checkpoint
 
 

@@ -5,6 +5,7 @@ RUN is a run directory or the directory of its checkpoints; best is the checkpoi
 
 import json
 import os
+from itertools import count
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -131,23 +132,24 @@ def checkpoint_root_of(run: str) -> StoragePath:
     return directory
 
 
-def _root_of_same_run(directory: Path, elsewhere: StoragePath) -> StoragePath:
+def _root_of_same_run(directory: Path, configured_root: StoragePath) -> StoragePath:
     """Returns the directory that contains the checkpoints of the run in `directory`.
 
-    This is `elsewhere`, or a folder in it that --fresh has set aside. Raises `ConfigError` if all of these belong to
-    other runs.
+    This is `configured_root`, or a folder in it that --fresh has set aside. Raises `ConfigError` if all of these belong
+    to other runs.
     """
-    ours, theirs = run_id(directory), run_id(elsewhere)
-    if ours is None or theirs is None or ours == theirs:
-        return elsewhere
-    number = 1
-    while is_there(aside := elsewhere / f"aside-{number}"):
-        if run_id(aside) == ours:
-            return aside
-        number += 1
+    run, configured_run = run_id(directory), run_id(configured_root)
+    if run is None or configured_run is None or run == configured_run:
+        return configured_root
+    for number in count(1):
+        folder = configured_root / f"aside-{number}"
+        if not is_there(folder):
+            break
+        if run_id(folder) == run:
+            return folder
     raise ConfigError(
-        f"{directory} belongs to run {printable(ours)}, but its checkpoint.dir {elsewhere} now belongs to run "
-        f"{printable(theirs)}; name the directory where its checkpoints are"
+        f"{directory} belongs to run {printable(run)}, but its checkpoint.dir {configured_root} now belongs to run "
+        f"{printable(configured_run)}; name the directory where its checkpoints are"
     )
 
 

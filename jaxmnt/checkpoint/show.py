@@ -129,17 +129,18 @@ def _diff(options: argparse.Namespace) -> int:
         print(f"only 1  {name}")
     for name in sorted(arrays_2.keys() - arrays_1.keys()):
         print(f"only 2  {name}")
-    comparable = []
+    comparable_names = []
     for name in sorted(arrays_1.keys() & arrays_2.keys()):
         array_1, array_2 = arrays_1[name], arrays_2[name]
         if (array_1.shape, array_1.dtype) == (array_2.shape, array_2.dtype):
-            comparable.append(name)
+            comparable_names.append(name)
         else:
             print(f"kind    {name}: {array_1.dtype}{list(array_1.shape)} → {array_2.dtype}{list(array_2.shape)}")
-    different = [name for name in comparable if arrays_1[name].content != arrays_2[name].content]
-    print(f"content {len(comparable) - len(different)} arrays are the same bit for bit, {len(different)} are not")
+    different_names = [name for name in comparable_names if arrays_1[name].content != arrays_2[name].content]
+    equal_count = len(comparable_names) - len(different_names)
+    print(f"content {equal_count} arrays are the same bit for bit, {len(different_names)} are not")
     if options.verbose:
-        for name in different:
+        for name in different_names:
             print(f"content {name}")
     return ExitCode.FINISHED
 

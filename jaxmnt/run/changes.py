@@ -95,10 +95,11 @@ def _refuse_other_origin(config: Config, checkpoint: Committed) -> None:
 
 def refuse_other_data(config: Config, digests: dict[str, str], checkpoint: Committed) -> None:
     """Raises `ConfigError` if the run cannot continue from its checkpoint because the data has other digests."""
-    if different := different_data(checkpoint.manifest.data, digests):
+    differences = different_data(checkpoint.manifest.data, digests)
+    if differences:
         raise ConfigError(
             f"data: {config.run.dir} has a checkpoint of step {checkpoint.step} that cannot be continued with "
-            f"other data: {different}; give the same data, or choose another run.dir, with "
+            f"other data: {differences}; give the same data, or choose another run.dir, with "
             f"{_branch_setting(config, checkpoint)} to continue from this checkpoint"
         )
 
@@ -245,8 +246,8 @@ class RateChange(NamedTuple):
 
 def rate_change(checkpoint: Committed, config: Config) -> RateChange | None:
     """Returns how this config changes the learning rate of the step after a checkpoint; None if it does not."""
-    earlier = checkpoint.config
-    old_schedule = (earlier.optimizer, earlier.train.steps)
+    earlier_config = checkpoint.config
+    old_schedule = (earlier_config.optimizer, earlier_config.train.steps)
     return _compare_schedules(checkpoint, old_schedule, (config.optimizer, config.train.steps))
 
 
@@ -258,12 +259,12 @@ def rate_remarks(checkpoint: Committed, config: Config) -> list[str]:
 
 def steps_make_jump(checkpoint: Committed, config: Config) -> bool:
     """True if the change of `train.steps` alone, without other changes, makes the learning rate jump."""
-    earlier = checkpoint.config
-    if earlier.train.steps == config.train.steps:
+    earlier_config = checkpoint.config
+    if earlier_config.train.steps == config.train.steps:
         return False
     # A schedule cannot be shorter than its warm-up.
-    fits_warmup = config.optimizer.warmup_steps < earlier.train.steps
-    old_schedule = (config.optimizer if fits_warmup else earlier.optimizer, earlier.train.steps)
+    fits_warmup = config.optimizer.warmup_steps < earlier_config.train.steps
+    old_schedule = (config.optimizer if fits_warmup else earlier_config.optimizer, earlier_config.train.steps)
     change = _compare_schedules(checkpoint, old_schedule, (config.optimizer, config.train.steps))
     return change is not None and change.is_jump
 

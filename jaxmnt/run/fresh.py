@@ -1,4 +1,4 @@
-"""--fresh: sets aside the whole run in a directory, inside that directory, so that another run can begin."""
+"""Implements --fresh: sets aside the run in a directory, within that directory, so that another run can begin there."""
 
 import hashlib
 from collections.abc import Mapping

@@ -64,7 +64,7 @@ def train_steps(run: Running) -> ExitCode:
 
 
 def _conclude(run: Running) -> ExitCode:
-    """Waits for the last checkpoint, records the end of this start and reports it."""
+    """Waits until the last checkpoint is committed, records the end of this start and reports it."""
     step = run.progress.step
     finished = step == run.config.train.steps
     with run.watchdog.during("waiting for the last checkpoint", run.config.watchdog.save_seconds):
@@ -99,9 +99,9 @@ def _report_end(run: Running, step: int) -> None:
     if run.data.is_text:
         print_line(f"prompt  python -m jaxmnt.generate --run {quoted_directory} --prompt 'Once'")
     if step == settings.stop_after and step < settings.steps:
-        print_line("to go on, raise train.stop_after or leave it out")
+        print_line("to continue, raise train.stop_after or leave it out")
     elif step < settings.steps:
-        print_line(f"run the same command again{' without --fresh' if run.start.fresh else ''} to go on")
+        print_line(f"run the same command again{' without --fresh' if run.start.fresh else ''} to continue")
 
 
 def _is_due(step: int, interval: int) -> bool:
@@ -130,7 +130,8 @@ def _take_step(run: Running, batch: dict[str, Any]) -> Any:
             started = time.perf_counter()
             progress.state, metrics = run.profiler.step(progress.step + 1, take_step)
             run.log.pause(time.perf_counter() - started - run.profiler.step_seconds)
-    progress.step, progress.loss = progress.step + 1, None
+    progress.step += 1
+    progress.loss = None
     return metrics
 
 

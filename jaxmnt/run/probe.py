@@ -1,4 +1,5 @@
-"""A matrix product that each device computes alone. Only this shows a slow device, since in a step all others wait.
+"""A matrix product that each device computes alone. Only this shows which device is slow, because in a step all others
+wait for it.
 
 Legend: W width of a matrix.
 """
@@ -12,13 +13,13 @@ import numpy as np
 from jax import Array
 
 _REPEATS = 4
-"""Repetitions; the fastest one counts."""
+"""Number of times that the product is timed. The fastest time counts."""
 
 
 class TimedProduct:
     """Times the product of two square matrices on each of these devices of this process, one device after the other.
 
-    Nothing else should run on the devices meanwhile.
+    Nothing else should run on the devices in the meantime.
     """
 
     def __init__(self, devices: Sequence[jax.Device], width: int):

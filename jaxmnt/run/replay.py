@@ -50,9 +50,9 @@ def replay(process: RunProcess, first: int, last: int) -> int:
             f"--replay: checkpoint {path} is not valid: {damage}; begin at another checkpoint"
         ) from damage
     # Only changes without effect on the numbers are allowed.
-    earlier = checkpoint.config
-    run = replace(run, config=inherit_choices(run.config, earlier))
-    config_changes = changes(earlier, run.config)
+    earlier_config = checkpoint.config
+    run = replace(run, config=inherit_choices(run.config, earlier_config))
+    config_changes = changes(earlier_config, run.config)
     other_maths = [change.key for change in config_changes if change.resume != "harmless"]
     if other_maths:
         raise ConfigError(f"--replay: {other_maths[0]} has changed since these steps were taken; undo the change")

@@ -166,10 +166,11 @@ def _check_may_change(contents: RunDirectory) -> None:
             f"run {owner}; nothing was moved; if the checkpoints are in the right place, write {owner} into "
             f"{RUN_FILE}; otherwise move them elsewhere, or choose another run.dir"
         )
-    elsewhere = contents.checkpoint_elsewhere
-    if elsewhere is not None and elsewhere.step > contents.step:
+    other_checkpoint = contents.checkpoint_elsewhere
+    if other_checkpoint is not None and other_checkpoint.step > contents.step:
+        other_directory = other_checkpoint.path.parent.parent
         raise ConfigError(
-            f"checkpoint.dir: {elsewhere.path.parent.parent} has the checkpoint of step {elsewhere.step} of "
+            f"checkpoint.dir: {other_directory} has the checkpoint of step {other_checkpoint.step} of "
             f"{contents.directory}, but the newest in {contents.root.parent} is that of step {contents.step}; undo the "
             "change of checkpoint.dir, move the checkpoints, or choose another run.dir"
         )
@@ -268,9 +269,9 @@ def begin_run(config: Config, data: Sources, run: str) -> ResumePoint:
         )
     refuse_stop(config, checkpoint, key)
     # This is a branch, which continues in the data where its origin stopped.
-    manifest, earlier = checkpoint.manifest, checkpoint.config
+    manifest, origin_config = checkpoint.manifest, checkpoint.config
     other_data = different_data(manifest.data, data.digests)
-    if not other_data and row_numbering(earlier) == row_numbering(config):
+    if not other_data and row_numbering(origin_config) == row_numbering(config):
         refuse_skips(config, checkpoint)
     point = branch_point(checkpoint, config)
     branch_message = branch_remark(checkpoint, config, point, other_data)
@@ -278,7 +279,7 @@ def begin_run(config: Config, data: Sources, run: str) -> ResumePoint:
     if branch_message is not None:
         remarks.append(branch_message)
     remarks += rate_remarks(checkpoint, config)
-    return ResumePoint(run, [parent, *manifest.lineage], checkpoint, "fork", changes(earlier, config), remarks)
+    return ResumePoint(run, [parent, *manifest.lineage], checkpoint, "fork", changes(origin_config, config), remarks)
 
 
 def resume_point(

@@ -74,9 +74,10 @@ def _names_data_of_the_run(config: Config) -> bool:
 
     Another path may be a typo.
     """
-    earlier = earlier_config(config.run_dir)
-    return earlier is None or (
-        earlier.data.named_sources == config.data.named_sources and earlier.data.eval_sets == config.data.eval_sets
+    previous_config = earlier_config(config.run_dir)
+    return previous_config is None or (
+        previous_config.data.named_sources == config.data.named_sources
+        and previous_config.data.eval_sets == config.data.eval_sets
     )
 
 
@@ -181,10 +182,10 @@ def check_checkpoints_reachable(config: Config) -> None:
 
 def _previous_root(directory: Path) -> StoragePath | None:
     """Returns the directory of the run's checkpoints at the previous start; None if it is not known."""
-    earlier = earlier_config(directory)
-    if earlier is None:
+    previous_config = earlier_config(directory)
+    if previous_config is None:
         return None
-    return checkpoint_root(earlier) if earlier.checkpoint.dir else directory
+    return checkpoint_root(previous_config) if previous_config.checkpoint.dir else directory
 
 
 ACCEPTED_FILE = "accepted.json"
