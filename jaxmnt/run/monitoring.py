@@ -124,7 +124,7 @@ class Monitoring:
         if spike is not None:
             self._events.write("loss_spike", step=step, loss=spike.loss, typical=spike.median)
             self._status.line(
-                f"WARNING step {step}: the loss jumped to {spike.loss:.4f}; the median of the steps before is "
+                f"WARNING step {step}: the loss jumped to {spike.loss:.4f}; the median of the previous steps is "
                 f"{spike.median:.4f}"
             )
 
