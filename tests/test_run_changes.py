@@ -185,7 +185,7 @@ def test_another_vocabulary_is_other_data(going_on, tiny):
     found = find(f"{tiny().run.dir}@20", "it")
     different = changes(found.config, other)
     with pytest.raises(
-        ConfigError, match=r"data: it has another vocabulary .*320 → 300 ids.*another tokenizer made it"
+        ConfigError, match=r"data: its vocabulary is not that .*320 → 300 ids.*another tokenizer made it"
     ):
         refuse_changes(other, {"data": "0" * 64}, found, different)
 
