@@ -274,7 +274,8 @@ def _remove_noted(path: StoragePath, *, keep_note: bool) -> list[str]:
     if storage.is_link(path):
         committed, present = True, {}  # the link was made later, so the note is not about its target
     else:
-        present = storage.file_sizes(path)  # raises if the files cannot be listed, so that nothing is removed by mistake
+        # Raises if the files cannot be listed, so that nothing is removed by mistake.
+        present = storage.file_sizes(path)
         committed = manifests.MANIFEST_FILE in present
     activity = unfinished_activity(path)
     if not committed and (not isinstance(path, Path) or path.is_dir()):
