@@ -21,28 +21,33 @@ _BAR_WIDTH = 24
 """Characters of the progress bar."""
 
 _SHORT_DOCUMENT = 16
-"""Median tokens of documents below which the end id is probably wrong."""
+"""If the median document has fewer tokens, the end id is probably wrong."""
 
 _FEW_HELD_OUT_TOKENS = 10_000
-"""Tokens below which a held-out loss is mostly noise."""
+"""With fewer held-out tokens, the held-out loss is mostly noise."""
 
-_LARGEST_MIB = 2**20
+_MAX_DOCUMENT_MIB = 2**20
+"""Maximum value of --max-document-mib."""
+
+_MIN_RATE_SECONDS = 1.0
+"""Time for which an activity must last before its rate and ETA are shown, because they are meaningless earlier."""
 
 _EPILOG = """\
 The name of an input determines its kind: .jsonl and .ndjson (also .gz and
-.zst), .parquet, .npy and .bin (token arrays); all other files are text, one
-document each. If it is interrupted, run the same command again to resume.
+.zst), .parquet, .npy and .bin (token arrays). All other files are text, and
+each is one document. To resume an interrupted preparation, run the same
+command again.
 """
 
 
 def main(arguments: list[str]) -> int:
     options = _parse(arguments)
     if options.eval_fraction is not None and not 0 <= options.eval_fraction < 1:
-        raise ConfigError(f"--eval-fraction: {options.eval_fraction:g} is not a share from 0 up to 1, such as 0.02")
-    if not 1 <= options.max_document_mib <= _LARGEST_MIB:
-        raise ConfigError(f"--max-document-mib: {options.max_document_mib} is out of range; give 1 to {_LARGEST_MIB}")
+        raise ConfigError(f"--eval-fraction: {options.eval_fraction:g} must be at least 0 and below 1, such as 0.02")
+    if not 1 <= options.max_document_mib <= _MAX_DOCUMENT_MIB:
+        raise ConfigError(f"--max-document-mib: {options.max_document_mib} must be from 1 to {_MAX_DOCUMENT_MIB}")
     if options.workers < 1:
-        raise ConfigError(f"--workers: {options.workers} is not a number of processes; give 1 or more")
+        raise ConfigError(f"--workers: {options.workers} must be at least 1")
 
     from jaxmnt.config.load import as_typed
     from jaxmnt.data.preparation.inputs import Selection
@@ -56,8 +61,8 @@ def main(arguments: list[str]) -> int:
     started = time.monotonic()
     try:
         with status_line() as status:
-            rate = _Rate()
-            summary = build(selection, options.output, _settings(options), partial(rate.show, status))
+            progress = _Progress()
+            summary = build(selection, options.output, _settings(options), partial(progress.show, status))
     except KeyboardInterrupt:
         print(f"interrupted: run the same command again to continue with {options.output}")
         return ExitCode.STOPPED
@@ -65,7 +70,7 @@ def main(arguments: list[str]) -> int:
         documents = counted(summary.documents[split], "document", "documents")
         print(f"{split:5}  {documents}, {count(summary.tokens[split])} tokens")
     seconds = time.monotonic() - started
-    print(f"read   {size(rate.done)} in {duration(seconds)}, {size(rate.done / seconds)} a second")
+    print(f"read   {size(progress.done)} in {duration(seconds)}, {size(progress.done / seconds)} a second")
     for line in [*_describe_split(summary, options.eval_fraction), *_describe_left_out(summary)]:
         print(line)
     output = str(options.output)
@@ -73,48 +78,52 @@ def main(arguments: list[str]) -> int:
     return ExitCode.FINISHED
 
 
-def _describe_split(summary: "Summary", fraction: float | None) -> Iterator[str]:
-    """Yields lines about how token arrays were cut into documents, and which documents are held out."""
+def _describe_split(summary: "Summary", requested_fraction: float | None) -> Iterator[str]:
+    """Yields lines about how token arrays were cut into documents, and about which documents are held out.
+
+    `requested_fraction` is the value of --eval-fraction.
+    """
     if summary.array_documents:
         yield (
             f"the id {summary.end_id} cuts the token arrays into "
-            f"{counted(summary.array_documents, 'document', 'documents')}, of "
-            f"{counted(summary.array_median, 'token', 'tokens')} in the median"
+            f"{counted(summary.array_documents, 'document', 'documents')}, with a median of "
+            f"{counted(summary.array_median, 'token', 'tokens')}"
         )
         if summary.array_median < _SHORT_DOCUMENT:
             yield (
                 f"warning: documents this short suggest that {summary.end_id} is an ordinary token of the text; "
-                "leave --end-id out if no id separates documents; each file is then one document"
+                "if no id separates documents, leave --end-id out, so that each file is one document"
             )
     if summary.whole_arrays:
-        yield f"token arrays: {summary.whole_arrays}, each one document, because no --end-id was given"
-    if summary.named:
-        yield f"held out because of their names: {listed(summary.named, 3)} (--eval-fraction 0 trains on all)"
-    yield from _warn_if_few_held_out(summary, fraction)
+        yield f"token arrays: {summary.whole_arrays}, each one document, because there is no --end-id"
+    if summary.held_out_by_name:
+        names = listed(summary.held_out_by_name, 3)
+        yield f"held out because of their names: {names} (--eval-fraction 0 trains on all files)"
+    yield from _warn_if_few_held_out(summary, requested_fraction)
 
 
-def _warn_if_few_held_out(summary: "Summary", fraction: float | None) -> Iterator[str]:
+def _warn_if_few_held_out(summary: "Summary", requested_fraction: float | None) -> Iterator[str]:
     """Yields a line if nothing is held out, or too little for a meaningful loss."""
-    documents, tokens = summary.documents["eval"], summary.tokens["eval"]
-    share = summary.eval_fraction
+    documents = summary.documents["eval"]
+    tokens = summary.tokens["eval"]
     if tokens >= _FEW_HELD_OUT_TOKENS:
         return
     if tokens:
         yield (
             f"held out {counted(documents, 'document', 'documents')}, {counted(tokens, 'token', 'tokens')}: too little "
-            "for a held-out loss to say much; name more files by --eval-input, or a larger share by --eval-fraction"
+            "for a meaningful loss; give more files by --eval-input, or a larger share by --eval-fraction"
         )
-    elif share:
+    elif summary.eval_fraction:
         trained = summary.documents["train"]
-        which = "the only document did not fall" if trained == 1 else f"none of the {trained:,} documents fell"
+        reason = "the only document did not fall" if trained == 1 else f"none of the {trained:,} documents fell"
         yield (
-            f"nothing is held out: {which} into the share of {share:g}; name files for it by --eval-input, or a "
-            "larger share by --eval-fraction"
+            f"nothing is held out: {reason} into the share of {summary.eval_fraction:g}; give files by --eval-input, "
+            "or a larger share by --eval-fraction"
         )
-    elif fraction is None:
-        yield "nothing is held out: name files for it by --eval-input, or a share by --eval-fraction"
+    elif requested_fraction is None:
+        yield "nothing is held out: give files by --eval-input, or a share by --eval-fraction"
     else:
-        yield f"nothing is held out, as --eval-fraction {fraction:g} says"
+        yield f"nothing is held out, because of --eval-fraction {requested_fraction:g}"
 
 
 def _describe_left_out(summary: "Summary") -> Iterator[str]:
@@ -124,14 +133,14 @@ def _describe_left_out(summary: "Summary") -> Iterator[str]:
     for remark in summary.remarks[:5]:
         yield f"  {remark}"
     if summary.split:
-        yield f"split {counted(summary.split, 'document that is', 'documents that are')} too long"
+        yield f"split {counted(summary.split, 'document that was', 'documents that were')} too long"
     if summary.replaced:
         documents = counted(summary.replaced, "document is", "documents are")
         yield f"{documents} not valid UTF-8; the invalid bytes were replaced"
 
 
 def _has_chat_template(tokenizer: str | None) -> bool:
-    """Returns True if there is a chat template beside the tokenizer that the command line names."""
+    """Returns True if the folder of the tokenizer on the command line also has a chat template."""
     from jaxmnt.data.chat_template import TEMPLATE_FILES, chat_template
     from jaxmnt.data.tokenizer import file_of_tokenizer
 
@@ -141,40 +150,50 @@ def _has_chat_template(tokenizer: str | None) -> bool:
     return chat_template(read_all(folder, [name for name in TEMPLATE_FILES if (folder / name).is_file()])) is not None
 
 
-class _Rate:
-    """Shows progress with a rate and an ETA, counted from the start of this call."""
+class _Progress:
+    """Shows the progress of each activity, such as training the tokenizer.
+
+    After one second of an activity it also shows the rate and the ETA, measured since the activity began.
+    """
 
     def __init__(self) -> None:
         self.done = 0
-        """Bytes read by this call."""
+        """Bytes that this process has read in the current activity."""
         self._activity = ""
-        self._start = (0.0, 0)
-        """Time and bytes at the start of the activity."""
+        self._started = 0.0
+        """Time at which the activity began."""
+        self._done_before = 0
+        """Bytes that were done when the activity began, by an interrupted preparation."""
 
     def show(self, status: "StatusLine", activity: str, done: int, total: int) -> None:
+        """Shows that `done` of `total` bytes of an activity are done, if an update is due."""
         from jaxmnt.telemetry.progress import bar
         from jaxmnt.units import duration, size
 
         if activity != self._activity:
-            self._activity, self._start = activity, (time.monotonic(), done)
-        self.done = done - self._start[1]
-        if not status.due:
+            self._activity = activity
+            self._started = time.monotonic()
+            self._done_before = done
+        self.done = done - self._done_before
+        if not status.due or not self.done:
             return
-        since, before = self._start
-        rate = (done - before) / max(1e-9, time.monotonic() - since)
-        if rate:
-            eta = duration((total - done) / rate)
-            share = done / max(1, total)
-            drawn = f"{bar(share, _BAR_WIDTH)} " if status.live else ""
-            status.update(f"{activity} {drawn}{share:4.0%} of {size(total)}  {size(rate)}/s  ETA {eta}")
+        share = done / max(1, total)
+        drawn = f"{bar(share, _BAR_WIDTH)} " if status.live else ""
+        line = f"{activity} {drawn}{share:4.0%} of {size(total)}"
+        seconds = time.monotonic() - self._started
+        if seconds >= _MIN_RATE_SECONDS:
+            rate = self.done / seconds
+            line += f"  {size(rate)}/s  ETA {duration((total - done) / rate)}"
+        status.update(line)
 
 
 def _settings(options: argparse.Namespace) -> "Settings":
     from jaxmnt.data.preparation.inputs import Reading, Settings
 
-    trained = options.train_tokenizer
-    has_vocabulary = options.vocab_size is not None
-    if trained is not None and options.tokenizer is not None:
+    default_tokenizer: str | None = "bytes"
+    if options.vocab_size is not None or options.train_tokenizer:
+        default_tokenizer = None
+    if options.train_tokenizer is not None and options.tokenizer is not None:
         raise ConfigError("--train-tokenizer: --tokenizer is also given; remove one of them")
     reading = Reading(
         text_field=options.text_field,
@@ -187,9 +206,9 @@ def _settings(options: argparse.Namespace) -> "Settings":
         long_documents=options.long_documents,
     )
     return Settings(
-        tokenizer=options.tokenizer or (None if has_vocabulary or trained else "bytes"),
+        tokenizer=options.tokenizer or default_tokenizer,
         end_token=options.end_token,
-        train_tokenizer=trained,
+        train_tokenizer=options.train_tokenizer,
         reading=reading,
         vocab_size=options.vocab_size,
         eval_fraction=options.eval_fraction,
@@ -199,24 +218,23 @@ def _settings(options: argparse.Namespace) -> "Settings":
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
-    codes = LOCAL_EXIT_CODES | {ExitCode.STOPPED: "interrupted: the same command goes on from there"}
+    codes = LOCAL_EXIT_CODES | {ExitCode.STOPPED: "interrupted: run the same command again to resume"}
     parser = Parser("python -m jaxmnt.prepare", description=__doc__, codes=codes, epilog=_EPILOG)
-    add, several = parser.add_argument, partial(parser.add_argument, action="extend")
-    several("--input", nargs="+", type=Path, required=True, metavar="PATH", help="files, or folders of them")
-    several("--eval-input", nargs="+", type=Path, default=[], metavar="PATH", help="files or folders that are held out")
+    add = parser.add_argument
+    add_list = partial(parser.add_argument, action="extend")
+    add_list("--input", nargs="+", type=Path, required=True, metavar="PATH", help="files and folders to read")
+    add_list("--eval-input", nargs="+", type=Path, default=[], metavar="PATH", help="files and folders to hold out")
     add("--output", type=Path, required=True, help="folder to write")
-    several("--suffix", nargs="*", default=[], help="keep only files with these endings, such as .txt")
-    several("--exclude", nargs="*", default=[], help="leave out files and folders of these names (*, ?)")
+    add_list("--suffix", nargs="*", default=[], help="read only files whose names end so, such as .txt")
+    add_list("--exclude", nargs="*", default=[], help="names of files and folders to leave out (*, ?)")
     add("--tokenizer", type=path_argument, help="bytes (default), or the path of a Hugging Face tokenizer.json")
     add("--train-tokenizer", type=int, metavar="N", help="train a byte-level BPE of N tokens on the input")
-    add("--end-token", help="the token that ends a document (default: <|endoftext|> or another usual name)")
+    add("--end-token", help="token that ends a document (default: <|endoftext|> or another common one)")
     add("--text-field", default="text", help="field or column that holds a document (text)")
-    add("--chat", action="store_true", help="records hold conversations; only answers are learnt")
-    several(
-        "--ignore-fields", nargs="+", default=[], metavar="NAME", help="--chat: fields of records that may be dropped"
-    )
+    add("--chat", action="store_true", help="records hold conversations; only answers are targets")
+    add_list("--ignore-fields", nargs="+", default=[], metavar="NAME", help="--chat: fields that may be dropped")
     add("--vocab-size", type=int, help="token arrays: size of the vocabulary, without a --tokenizer")
-    add("--end-id", type=int, help="token arrays: the id that ends a document (default: one document per file)")
+    add("--end-id", type=int, help="token arrays: id that ends a document (default: each file is one document)")
     add("--token-dtype", choices=("uint16", "uint32"), default="uint16", help="type of .bin token arrays (uint16)")
     add("--eval-fraction", type=float, metavar="F", help="share of documents held out (0.02, or 0 with --eval-input)")
     add("--max-document-mib", type=int, default=64, metavar="N", help="largest record, line or cell, in MiB (64)")
@@ -224,11 +242,9 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         "--long-documents",
         choices=("error", "split", "skip"),
         default="error",
-        help="what to do with larger ones (error); JSON is not split",
+        help="what to do with documents that are larger (error); JSON is never split",
     )
-    add(
-        "--on-error", choices=("stop", "skip"), default="stop", help="what to do at a record that cannot be used (stop)"
-    )
+    add("--on-error", choices=("stop", "skip"), default="stop", help="what to do with a record that is unusable (stop)")
     add("--replace-invalid", action="store_true", help="replace bytes that are not UTF-8 instead of refusing them")
     add("--workers", type=int, default=cores(), help="worker processes (one per core)")
     return parser.parse_args(arguments)

@@ -92,7 +92,7 @@ def test_help_of_settings_is_in_words(helped):
     for key in fields_by_key():
         assert f"  {key}  " in text
     assert "checkpoint.every_minutes  number above 0, auto or null; default null" in text
-    assert "cluster.local_devices  list of integers from 0 up, or null; default null" in text
+    assert "cluster.local_devices  list of integers of at least 0, or null; default null" in text
     assert "mesh.zero  auto, 1, 2 or 3; default auto" in text
     for inside in ("Annotated", "FieldInfo", "typing", "<class", "NoneType", "Gt(", "Ge("):
         assert inside not in text
@@ -178,7 +178,7 @@ def test_an_integer_may_be_written_like_a_float(tmp_path, text):
 
 def test_what_is_no_integer_is_refused(tmp_path):
     for value, shown in {"1.5e0": "1.5", "1e400": "inf", "1e16": "1e+16", ".nan": "nan", "010": "'010'"}.items():
-        told = "train.steps: must be an integer from 1 up, not " + shown
+        told = "train.steps: must be an integer of at least 1, not " + shown
         assert f"command line: {told}" in refused(tmp_path, "", f"train.steps={value}")
         assert f"a.yaml:2: {told}" in refused(tmp_path, f"train:\n  steps: {value}\n")
 
@@ -188,10 +188,11 @@ def test_text_that_older_yaml_takes_for_something_else_is_text(tmp_path):
     path.write_text("")
     assert load_config(path, ["run.dir=2026-11-22"]).run.dir == "2026-11-22"
     assert "must be a number above 0, or null, not '12:00'" in refused(tmp_path, "", "launch.hours=12:00")
-    assert "must be text or null, not 123; for text write two kinds of quotes" in refused(
+    assert "must be text or null, not 123; to make it text, put it in two kinds of quotes" in refused(
         tmp_path, "", "slurm.account=123"
     )
-    assert 'must be text, not false; for text write quotes, "…"' in refused(tmp_path, "launch: {environment: {A: no}}")
+    message = refused(tmp_path, "launch: {environment: {A: no}}")
+    assert 'must be text, not false; to make it text, put it in quotes: "…"' in message
 
 
 @pytest.mark.parametrize(

@@ -14,11 +14,13 @@ import threading
 import time
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from conftest import command, mostly_slow
 
+import jaxmnt.prepare
 from jaxmnt.config.load import parse_config
 from jaxmnt.data.batches import TrainingData
 from jaxmnt.data.preparation import run
@@ -222,6 +224,26 @@ def state_of(process: str) -> str:
     with contextlib.suppress(OSError):
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2]
     return "Z"
+
+
+def test_the_rate_is_shown_only_after_a_second(monkeypatch):
+    """The rate of the first milliseconds says nothing about the rest."""
+    clock = SimpleNamespace(now=100.0)
+    clock.monotonic = lambda: clock.now
+    monkeypatch.setattr(jaxmnt.prepare, "time", clock)
+    shown = []
+    status = SimpleNamespace(due=True, live=False, update=shown.append)
+    progress = jaxmnt.prepare._Progress()
+    for seconds, done in ((0, 0), (0.001, 2**20), (0.999, 2**21), (2, 2**22)):
+        clock.now = 100 + seconds
+        progress.show(status, "preparing", done, 2**23)
+    assert shown == [
+        "preparing  12% of 8 MiB", "preparing  25% of 8 MiB", "preparing  50% of 8 MiB  2 MiB/s  ETA 0:02"
+    ]  # fmt: skip
+    clock.now += 10
+    progress.show(status, "checking", 2**20, 2**23)
+    progress.show(status, "checking", 2**21, 2**23)
+    assert progress.done == 2**20 and shown[-1] == "checking  25% of 8 MiB", "each activity is measured by itself"
 
 
 def test_a_full_disk_leaves_nothing_that_looks_whole(texts, tmp_path):

@@ -417,14 +417,14 @@ def test_an_end_that_is_a_token_of_the_text_is_noticed(tmp_path, capsys):
     assert command(*given, tmp_path / "out", "--end-id", 64) == 0
     shown = capsys.readouterr().out
     documents = len(tokens_of(tmp_path / "out"))
-    assert f"the id 64 cuts the token arrays into {documents:,} documents, of 9 tokens in the median" in shown
+    assert f"the id 64 cuts the token arrays into {documents:,} documents, with a median of 9 tokens" in shown
     assert "warning: documents this short suggest that 64 is an ordinary token of the text" in shown
     text[:] = 1
     text[99::100] = 0
     text.tofile(tmp_path / "t.bin")
     assert command(*given, tmp_path / "long", "--end-id", 0) == 0
     shown = capsys.readouterr().out
-    assert "into 500 documents, of 100 tokens in the median" in shown and "warning" not in shown
+    assert "into 500 documents, with a median of 100 tokens" in shown and "warning" not in shown
     for wrong in (-1, 65):
         with pytest.raises(ConfigError, match=rf"--end-id: {wrong} is not one of the vocabulary's ids, which are 0 to"):
             command(*given, tmp_path / "o", "--end-id", wrong)
@@ -609,7 +609,7 @@ def test_a_preparation_that_finds_nothing_leaves_nothing_behind(tmp_path):
     ("share", "words"),
     [
         (["--eval-fraction", "0.3"], r"held out (\d) documents, \d+ tokens: too little"),
-        (["--eval-fraction", "0"], "nothing is held out, as --eval-fraction 0 says"),
+        (["--eval-fraction", "0"], "nothing is held out, because of --eval-fraction 0"),
         (["--eval-fraction", "0.0001"], "nothing is held out: none of the 20 documents fell into the share of 0.0001;"),
     ],
 )

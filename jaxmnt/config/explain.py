@@ -1,4 +1,4 @@
-"""Turns validation errors of a config into one line: where it was written, the key, and the values it accepts."""
+"""Describes a validation error of a config in one line: where the key was written, the key, and what it accepts."""
 
 import functools
 import json
@@ -17,13 +17,14 @@ Schema = dict[str, Any]
 
 
 class SchemaPath(NamedTuple):
-    """The part of the schema that a path leads to."""
+    """The end of a path through the schema."""
 
     key: str
     """The path as a user types it: names and numbers joined by dots."""
     schema: Schema | None
-    """None if there is no such key."""
+    """The schema at the end of the path; None if there is no such key."""
     help: str
+    """The help line of the key; empty if it has none."""
 
 
 @functools.cache
@@ -38,35 +39,40 @@ def field_of(dotted: str) -> Schema | None:
 
 
 def section_fields(parents: Sequence[str]) -> dict[str, Schema]:
-    """Returns the keys of the section at a path of names; empty if there is no such section."""
+    """Returns the schema of each key of the section at this path; empty if there is no such section."""
     return (resolve(parents).schema or {}).get("properties", {})
 
 
 def resolve(path: Sequence[str | int]) -> SchemaPath:
-    """Follows a path as far as the schema goes, and drops the parts that pydantic adds, such as a union's branch."""
-    here, text, names = _config_schema(), "", list[str]()
+    """Follows a path into the schema, and ignores the parts that pydantic adds, such as the branch of a union."""
+    schema = _config_schema()
+    help_line = ""
+    names: list[str] = []
     for part in path:
-        below = entries_of(here)
-        if "properties" in here:
+        child = entries_of(schema)
+        if "properties" in schema:
             names.append(str(part))
-            if str(part) not in here["properties"]:
+            if str(part) not in schema["properties"]:
                 return SchemaPath(".".join(names), None, "")
-            below = here["properties"][str(part)]
-            text = below.get("description", "")
-        elif below is not None:
+            child = schema["properties"][str(part)]
+            help_line = child.get("description", "")
+        elif child is not None:
             names.append(str(part))
         else:
             break
-        here = resolve_reference(below)
-    return SchemaPath(".".join(names), here, text)
+        schema = resolve_reference(child)
+    return SchemaPath(".".join(names), schema, help_line)
 
 
 def resolve_reference(schema: Schema) -> Schema:
-    """Returns the section, list or mapping that a schema refers to or allows besides null; else the schema itself."""
+    """Returns the section, list or mapping that a schema refers to, or allows in addition to null.
+
+    Returns other schemas unchanged.
+    """
     if "$ref" in schema:
         return _config_schema()["$defs"][schema["$ref"].rpartition("/")[2]]
-    real = [resolve_reference(member) for member in schema.get("anyOf", ()) if member != {"type": "null"}]
-    return real[0] if len(real) == 1 and real[0].get("type") in ("object", "array") else schema
+    options = [resolve_reference(member) for member in schema.get("anyOf", ()) if member != {"type": "null"}]
+    return options[0] if len(options) == 1 and options[0].get("type") in ("object", "array") else schema
 
 
 def entries_of(schema: Schema) -> Schema | None:
@@ -76,7 +82,7 @@ def entries_of(schema: Schema) -> Schema | None:
 
 
 def describe_values(schema: Schema) -> str:
-    """Describes the values that a key accepts: integer from 1 up, or null."""
+    """Describes the values that a key accepts, such as: integer of at least 1, or null."""
     *others, last = _alternatives(schema)
     if not others:
         return last
@@ -85,7 +91,7 @@ def describe_values(schema: Schema) -> str:
 
 
 def with_article(words: str) -> str:
-    """Puts an article before the words that need one: an integer, a list, but text, true, auto."""
+    """Puts an article before a description that needs one: an integer, a list; but not before text, true or auto."""
     first = words.partition(" ")[0].rstrip(",")
     articles = {"integer": "an ", "number": "a ", "list": "a ", "mapping": "a ", "section": "a "}
     return articles.get(first, "") + words
@@ -116,18 +122,21 @@ def _plural(schema: Schema) -> str:
 
 
 def _range(schema: Schema) -> str:
-    limit = {name: _number(schema[name]) for name in _LIMITS if name in schema}
-    low = f" from {limit['minimum']}" if "minimum" in limit else ""
-    if "exclusiveMinimum" in limit:
-        low = f" above {limit['exclusiveMinimum']}"
-    if "maximum" in limit:
-        return f"{low} {'to' if 'minimum' in limit else 'up to'} {limit['maximum']}"
-    if "exclusiveMaximum" in limit:
-        return f"{low} to below {limit['exclusiveMaximum']}"
-    return f"{low} up" if "minimum" in limit else low
+    """Returns the range of numbers that a schema allows, after a space; empty if it allows all numbers."""
+    limits = {name: _number(schema[name]) for name in _LIMITS if name in schema}
+    if "minimum" in limits and "maximum" in limits:
+        return f" from {limits['minimum']} to {limits['maximum']}"
+    bounds = [f"{words} {limits[name]}" for name, words in _LIMITS.items() if name in limits]
+    return f" {' and '.join(bounds)}" if bounds else ""
 
 
-_LIMITS = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
+_LIMITS = {
+    "minimum": "of at least",
+    "exclusiveMinimum": "above",
+    "maximum": "of at most",
+    "exclusiveMaximum": "below",
+}
+"""Keywords of JSON schema that limit a number, with the words that describe the limit."""
 
 
 def _number(value: float) -> str:
@@ -135,58 +144,67 @@ def _number(value: float) -> str:
 
 
 COMMAND_LINE = "command line"
+"""The origin of keys that were set on the command line, in place of a file and line."""
 
-_LONGEST_VALUE = 80
-"""Most characters of an invalid value that a message shows."""
+_MAX_SHOWN_CHARACTERS = 80
+"""Maximum number of characters of an invalid value that a message shows."""
 
 
 def explain(error: ValidationError, sources: Mapping[str, str], name: str) -> str:
-    """Returns a message for the first problem, with the number of problems. `sources` maps keys to their origin."""
-    # Unknown keys come first: a misspelled required key is also reported as missing.
+    """Returns a message for the first problem, with the number of problems.
+
+    `sources` maps keys to the places where they were written. `name` stands for the config if that place is unknown.
+    """
+    # Unknown keys come first, because a misspelled required key is also reported as missing.
     problems = sorted(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
-    dotted, text = _problem(problems[0], sources)
-    different = {_problem(problem, sources) for problem in problems}
-    more = f" (the first of {len(different)} problems)" if len(different) > 1 else ""
+    dotted, text = _key_and_text(problems[0], sources)
+    distinct = {_key_and_text(problem, sources) for problem in problems}
+    remark = f" (the first of {len(distinct)} problems)" if len(distinct) > 1 else ""
     where = source_of(dotted, sources) or name
-    return printable(": ".join(part for part in (where, dotted, text) if part) + more)
+    return printable(": ".join(part for part in (where, dotted, text) if part) + remark)
 
 
 def source_of(dotted: str, sources: Mapping[str, str]) -> str | None:
-    """Returns where a key, its nearest enclosing section or a key below it was written; None if nowhere."""
-    place = dotted
-    while place:
-        if place in sources:
-            return sources[place]
-        below = next((where for key, where in sources.items() if key.startswith(f"{place}.")), None)
-        if below is not None:
-            return below
-        place = place.rpartition(".")[0]
+    """Returns where a key was written, or else a key inside it, or else the nearest enclosing section.
+
+    Returns None if none of them was written.
+    """
+    path = dotted
+    while path:
+        if path in sources:
+            return sources[path]
+        where_inside = next((where for key, where in sources.items() if key.startswith(f"{path}.")), None)
+        if where_inside is not None:
+            return where_inside
+        path = path.rpartition(".")[0]
     return None
 
 
-def _problem(problem: Any, sources: Mapping[str, str]) -> tuple[str, str]:
-    """Returns the key that a problem concerns, and the description of the problem."""
-    kind, value = problem["type"], problem["input"]
+def _key_and_text(problem: Any, sources: Mapping[str, str]) -> tuple[str, str]:
+    """Returns the key that a problem of pydantic concerns, and a description of the problem."""
+    kind = problem["type"]
+    value = problem["input"]
     path = list(problem["loc"])
     if kind == "value_error":  # raised by our own validators, whose text begins with the key
         key, _, text = str(problem["ctx"]["error"]).partition(": ")
         return key, text
     if kind == "invalid_key" or path[-1:] == ["[key]"]:
-        *section, wrong = [part for part in path if part != "[key]"]
-        return ".".join(map(str, section)), f"the key {wrong!r} must be text; put it in quotes"
+        *section, name = [part for part in path if part != "[key]"]
+        return ".".join(map(str, section)), f"the key {name!r} must be text; put it in quotes"
     key, schema, help_line = resolve(path)
     if schema is None:
         return key, f"unknown key; {_suggestion(key, value)}"
     if "properties" in schema:
         example = f", such as {key}.{next(iter(schema['properties']))}" if key else ""
-        return key, f"must be a section with keys{example}, not {_shown(value)}"
-    words = with_article(describe_values(schema))
-    actual = "and is missing" if kind == "missing" else f"not {_shown(value)}"
-    quotes = ""
-    if words.startswith("text") and isinstance(value, bool | int | float):
-        typed = source_of(key, sources) == COMMAND_LINE
-        quotes = "; for text write two kinds of quotes, '\"…\"'" if typed else '; for text write quotes, "…"'
-    return key, f"must be {words}, {actual}{quotes}" + (f" ({help_line})" if help_line else "")
+        return key, f"must be a section with keys{example}, not {_shortened_yaml(value)}"
+    expected = with_article(describe_values(schema))
+    actual = "and is missing" if kind == "missing" else f"not {_shortened_yaml(value)}"
+    advice = ""
+    if expected.startswith("text") and isinstance(value, bool | int | float):
+        advice = '; to make it text, put it in quotes: "…"'
+        if source_of(key, sources) == COMMAND_LINE:
+            advice = "; to make it text, put it in two kinds of quotes: '\"…\"'"
+    return key, f"must be {expected}, {actual}{advice}" + (f" ({help_line})" if help_line else "")
 
 
 def _suggestion(dotted: str, value: Any) -> str:
@@ -201,18 +219,18 @@ def _suggestion(dotted: str, value: Any) -> str:
         return suggestion.question
     if close := closest(last, section_keys):
         return f"did you mean {'.'.join([*parents, close])}?"
-    everywhere = {name: f"{section}.{name}" for section in section_fields([]) for name in section_fields([section])}
-    if elsewhere := closest(last, list(everywhere)):
-        return f"did you mean {everywhere[elsewhere]}?"
+    dotted_keys = {name: f"{section}.{name}" for section in section_fields([]) for name in section_fields([section])}
+    if close := closest(last, list(dotted_keys)):
+        return f"did you mean {dotted_keys[close]}?"
     return f"known: {', '.join(section_keys)}"
 
 
-def _section_suggestion(name: str, inner: str, section_keys: list[str]) -> str:
-    """Suggests a section or key for an unknown section whose first key is `inner`."""
+def _section_suggestion(name: str, first_key: str, section_keys: list[str]) -> str:
+    """Suggests a section or key for an unknown section that contains `first_key`."""
     section = closest(name, section_keys) or section_for(name)
-    if section and inner in section_fields([section]):
-        return f"did you mean {section}.{inner}?"
-    if suggestion := setting_for(inner, section or ""):
+    if section and first_key in section_fields([section]):
+        return f"did you mean {section}.{first_key}?"
+    if suggestion := setting_for(first_key, section or ""):
         return suggestion.question
     return f"did you mean {section}?" if section else f"known: {', '.join(section_keys)}"
 
@@ -222,7 +240,7 @@ class Suggestion(NamedTuple):
 
     key: str
     note: str = ""
-    """The difference from the key that was typed; empty if there is none."""
+    """How the suggested key differs from the one that was typed; empty if it means the same."""
 
     @property
     def question(self) -> str:
@@ -231,7 +249,7 @@ class Suggestion(NamedTuple):
 
 @functools.cache
 def synonyms() -> dict[str, Any]:
-    """Reads `synonyms.json`, on the first error that needs it.
+    """Returns the contents of `synonyms.json`, which is read at the first error that needs it.
 
     `sections` and `settings` map our names to the names that other programs use, separated by spaces.
     `not_available` maps keys of other programs to features that this version lacks.
@@ -240,14 +258,14 @@ def synonyms() -> dict[str, Any]:
 
 
 def section_for(name: str) -> str | None:
-    """Returns the section that other programs call `name`, if any."""
+    """Returns the section that other programs call `name`, or None."""
     return next((section for section, names in synonyms()["sections"].items() if name in names.split()), None)
 
 
 def setting_for(name: str, section: str = "") -> Suggestion | None:
-    """Returns the key that other programs call `name`, or that has this name in a section other than `section`.
+    """Returns a suggestion for `name`: the key that other programs call so, or our keys of that name in any section.
 
-    Keys of `section` take precedence.
+    Synonyms of keys in `section` take precedence. Returns None if there is no such key.
     """
     normalized = name.lower().replace("-", "_")
     entries = (entry for entry in synonyms()["settings"] if normalized in entry["names"].split())
@@ -261,20 +279,27 @@ def setting_for(name: str, section: str = "") -> Suggestion | None:
 def _keys_named(name: str) -> Iterator[str]:
     """Yields every top-level key and every key of a section that has this name."""
     for key in section_fields([]):
-        inner = section_fields([key])
-        if not inner and key == name:
+        fields = section_fields([key])
+        if not fields and key == name:
             yield key
-        elif name in inner:
+        elif name in fields:
             yield f"{key}.{name}"
 
 
-def _shown(value: Any) -> str:
-    return shortened("null" if value is None else str(value).lower() if isinstance(value, bool) else _repr(value))
+def _shortened_yaml(value: Any) -> str:
+    """Returns a value as it is written in YAML, shortened and printable."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return shortened(_limited_repr(value))
 
 
-def _repr(value: Any) -> str:
-    """Returns a shortened `repr`. YAML aliases can expand to values that do not fit into memory."""
-    cut = reprlib.Repr()
-    cut.maxlevel, cut.maxdict, cut.maxlist = 3, 20, 20
-    cut.maxstring = cut.maxlong = cut.maxother = 2 * _LONGEST_VALUE
-    return cut.repr(value)
+def _limited_repr(value: Any) -> str:
+    """Returns the beginning of a value's `repr`. The full text could exceed memory, because YAML aliases expand."""
+    representation = reprlib.Repr()
+    representation.maxlevel = 3
+    representation.maxdict = representation.maxlist = 20
+    max_characters = 2 * _MAX_SHOWN_CHARACTERS
+    representation.maxstring = representation.maxlong = representation.maxother = max_characters
+    return representation.repr(value)

@@ -1,4 +1,4 @@
-"""Loads a config from a YAML file and dotted overrides, and reports any error in one message."""
+"""Loads a config from a YAML file and from overrides such as train.steps=100, and reports any error in one message."""
 
 import math
 import os
@@ -25,20 +25,22 @@ class _DuplicateKeyError(yaml.YAMLError):
 class _Loader(yaml.SafeLoader):
     """Safe YAML loader that reads 3e-4 as a number and rejects duplicate keys.
 
-    Numbers and dates that only YAML 1.1 recognises stay text: 12:00 is not 720, and 010 is not 8.
+    What is a number or date only in YAML 1.1 remains text, so 12:00 is not 720, and 010 is not 8.
     """
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        names = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode))
-        for key, number in names.items():
-            if number > 1:
+        key_counts = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode))
+        for key, occurrences in key_counts.items():
+            if occurrences > 1:
                 raise _DuplicateKeyError(f"{printable(key)} is given twice; keep one")
         return super().construct_mapping(node, deep)
 
 
 _Loader.yaml_implicit_resolvers = {
-    first: [(tag, shape) for tag, shape in shapes if tag.rpartition(":")[2] not in ("int", "float", "timestamp")]
-    for first, shapes in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    character: [
+        (tag, pattern) for tag, pattern in resolvers if tag.rpartition(":")[2] not in ("int", "float", "timestamp")
+    ]
+    for character, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
 
 
@@ -55,7 +57,9 @@ _Loader.add_implicit_resolver(
     list("-+0123456789."),
 )
 
-_MOST_KEYS = 20_000
+_MAX_VALUES = 20_000
+"""Maximum number of values in a YAML text, with those that its aliases repeat."""
+
 EXTENDS = "extends"
 """Key of a config file that names a base config, whose keys it inherits unless it sets them."""
 
@@ -77,7 +81,7 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
     path = Path(path)
     tree, sources = _read(path)
     for key in apply_overrides(tree, overrides or []):
-        # An override of a section replaces the keys of the file below it.
+        # If an override sets a section, it replaces the keys of that section in the file.
         sources = {name: line for name, line in sources.items() if not name.startswith(f"{key}.")}
         sources[key] = COMMAND_LINE
     # The run directory defaults to the name of the config file.
@@ -91,14 +95,14 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
         config = Config.model_validate(tree)
     except ValidationError as error:
         raise ConfigError(explain(error, sources, str(path))) from error
-    _check_checkpoints_apart(config, source_of("checkpoint.dir", sources) or str(path))
+    _check_checkpoint_folder(config, source_of("checkpoint.dir", sources) or str(path))
     return config
 
 
-def _check_checkpoints_apart(config: Config, where: str) -> None:
-    """Raises `ConfigError` if checkpoint.dir is inside run.dir/checkpoints: --fresh would move it away with its lock.
+def _check_checkpoint_folder(config: Config, where: str) -> None:
+    """Raises `ConfigError` if checkpoint.dir is inside run.dir/checkpoints, because --fresh would move it and its lock.
 
-    This is not a rule of `Config`, so that configs of existing runs stay readable.
+    `Config` itself does not check this, so that the configs of existing runs remain readable.
     """
     if not config.run.dir or not config.checkpoint.dir or "://" in config.checkpoint.dir:
         return
@@ -121,27 +125,27 @@ def apply_overrides(tree: dict[str, Any], overrides: list[str]) -> list[str]:
 
 
 def drop_overridden(settings: Iterable[str]) -> list[str]:
-    """Returns the settings without those that a later one replaces, for programs that append their own."""
-    last: dict[str, str] = {}
+    """Returns the settings without those that a later setting of the same key replaces."""
+    last_settings: dict[str, str] = {}
     for setting in settings:
         key = setting.partition("=")[0]
-        last.pop(key, None)
-        last[key] = setting
-    return list(last.values())
+        last_settings.pop(key, None)  # so that the order is that of the last settings
+        last_settings[key] = setting
+    return list(last_settings.values())
 
 
 def as_override(key: str, value: Any) -> str:
-    """Returns the argument `key=value` that sets a key to this value, in YAML quotes where necessary."""
+    """Returns the argument `key=value` that sets a key to this value, with YAML quotes if they are necessary."""
     return f"{key}={as_yaml(value)}"
 
 
 def as_typed(key: str, value: Any) -> str:
-    """Returns the argument of `as_override`, quoted for a shell."""
+    """Returns the argument that `as_override` returns, quoted for a shell."""
     return shlex.quote(as_override(key, value))
 
 
 def as_yaml(value: Any) -> str:
-    """Returns one line of YAML that our loader reads as this value."""
+    """Returns the line of YAML that our loader reads as this value."""
     if isinstance(value, str):
         return value if _is_plain(value) else _one_line(value, default_style='"')
     return _one_line(value, default_flow_style=True)
@@ -152,7 +156,7 @@ def _one_line(value: Any, **style: Any) -> str:
 
 
 def _is_plain(text: str) -> bool:
-    """Returns True if YAML reads a text without quotes as the same text."""
+    """Returns True if YAML reads a text as itself, so that it needs no quotes."""
     try:
         return text.isprintable() and not _trailing_comment(text) and _parse_value(text, "") == text
     except (ConfigError, *_YAML_ERRORS):
@@ -160,7 +164,7 @@ def _is_plain(text: str) -> bool:
 
 
 def _trailing_comment(text: str) -> str:
-    """Returns the end of a value that YAML drops as a comment; empty if there is none."""
+    """Returns the comment at the end of a YAML value; empty if there is none."""
     end = 0
     for token in yaml.scan(text, Loader=_Loader):
         if not isinstance(token, yaml.StreamEndToken | yaml.BlockEndToken):
@@ -169,7 +173,10 @@ def _trailing_comment(text: str) -> str:
 
 
 def parse_config(tree: dict[str, Any], name: str = "config") -> Config:
-    """Validates a tree that was not read by `load_config`, such as that of a run directory or a test."""
+    """Validates settings that `load_config` did not read, such as those in a run directory.
+
+    Raises `ConfigError`, which begins with `name`, if they are invalid.
+    """
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
@@ -177,19 +184,19 @@ def parse_config(tree: dict[str, Any], name: str = "config") -> Config:
 
 
 def dump_config(config: Config) -> str:
-    """Returns the resolved config as YAML, without the sections that describe where it runs."""
+    """Returns the complete config as YAML, without the sections that describe where a run executes."""
     return _dump_yaml(config.model_dump(exclude=CLUSTER_SECTIONS))
 
 
 def dump_for_hosts(config: Config) -> str:
-    """Returns the resolved config as YAML for the processes of a run, including the cluster settings that are set."""
+    """Returns the complete config as YAML for the processes of a run, with those cluster settings that are not null."""
     tree = config.model_dump(exclude=CLUSTER_SECTIONS - {"cluster"})
     tree["cluster"] = {name: value for name, value in tree["cluster"].items() if value is not None}
     return _dump_yaml(tree)
 
 
 class _Dumper(yaml.SafeDumper):
-    """Safe YAML dumper that quotes any text that only our loader would read as a number."""
+    """Safe YAML dumper that quotes every text that our loader could read as a number."""
 
 
 _Dumper.add_representer(
@@ -205,12 +212,12 @@ def _dump_yaml(value: Any, **style: Any) -> str:
 
 
 def flatten(config: Config) -> dict[str, Any]:
-    """Returns the value of each dotted key, except those of `CLUSTER_SECTIONS`. Entries of mappings are included."""
+    """Returns the value of each dotted key, and of each entry of a mapping. Omits the keys of `CLUSTER_SECTIONS`."""
     return flatten_tree(config.model_dump(exclude=CLUSTER_SECTIONS))
 
 
 def flatten_tree(tree: dict[Any, Any], prefix: str = "") -> dict[str, Any]:
-    """Returns the value of each dotted key. An empty mapping is a value."""
+    """Returns the value of each dotted key of nested mappings. An empty mapping counts as a value."""
     flattened: dict[str, Any] = {}
     for name, value in tree.items():
         if isinstance(value, dict) and value:
@@ -221,7 +228,8 @@ def flatten_tree(tree: dict[Any, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def with_settings(path: Path, overrides: list[str], settings: Mapping[str, Any]) -> str:
-    """Returns the text of a config file with the keys of `path`, the overrides, and settings by dotted key."""
+    """Returns the text of a config file with the keys of the file `path`, changed by the overrides and then by the
+    settings, which are values by dotted key."""
     tree, _ = _read(path)
     for override in (*overrides, *starmap(as_override, settings.items())):
         _apply_override(tree, override)
@@ -229,16 +237,16 @@ def with_settings(path: Path, overrides: list[str], settings: Mapping[str, Any])
 
 
 def config_bytes(path: Path) -> bytes:
-    """Returns the bytes of a config file. A file that extends another is merged with it into a self-contained one."""
+    """Returns the bytes of a config file. If it extends another file, returns a file with the keys of both instead."""
     raw = path.read_bytes()
     tree, _ = _read_alone(path)
     return with_settings(path, [], {}).encode() if EXTENDS in tree else raw
 
 
 def _read(path: Path, extending: tuple[Path, ...] = ()) -> tuple[dict[str, Any], dict[str, str]]:
-    """Returns the tree of a file, merged with its base config, and the place where each dotted key was written.
+    """Returns the settings of a file, merged with those of its base config, and where each dotted key was written.
 
-    Keys that begin with `x-` hold anchors and are dropped. `extending` are the files that extend this one.
+    Keys that begin with `x-` hold anchors and are dropped. `extending` are the files that extend this file.
     """
     tree, lines = _read_alone(path)
     tree = {name: value for name, value in tree.items() if not str(name).startswith(_ANCHOR_PREFIX)}
@@ -252,20 +260,21 @@ def _read(path: Path, extending: tuple[Path, ...] = ()) -> tuple[dict[str, Any],
     base = path.parent / Path(base_name).expanduser()
     if base.resolve() in (path.resolve(), *extending):
         raise ConfigError(
-            f"{where}: {EXTENDS}: {printable(base_name)} extends this file in turn; remove one of the two"
+            f"{where}: {EXTENDS}: {printable(base_name)} extends this file in turn; remove one of the two extends keys"
         )
     try:
         base_tree, base_sources = _read(base, (path.resolve(), *extending))
     except ConfigError as error:
         raise ConfigError(f"{error} ({where} extends it)") from error
-    # Keys of the base config keep the line where they were written, unless this file sets them or a parent of them.
-    overridden = [key for key in sources if _is_leaf(tree, key)]
-    replaced = lambda key: any(key == leaf or key.startswith(f"{leaf}.") for leaf in overridden)
-    return _merge(base_tree, tree), {key: line for key, line in base_sources.items() if not replaced(key)} | sources
+    # A key of the base config was written there, unless this file sets the key or replaces a section around it.
+    leaves = [key for key in sources if _is_leaf(tree, key)]
+    is_replaced = lambda key: any(key == leaf or key.startswith(f"{leaf}.") for leaf in leaves)
+    inherited_sources = {key: line for key, line in base_sources.items() if not is_replaced(key)}
+    return _merge(base_tree, tree), inherited_sources | sources
 
 
 def _is_leaf(tree: dict[str, Any], dotted: str) -> bool:
-    """Returns True if this key is a value, and False for a section, whose keys are merged one by one."""
+    """Returns True if the value of this key is not a section. Sections are merged key by key."""
     value: Any = tree
     for name in dotted.split("."):
         value = value.get(name) if isinstance(value, dict) else None
@@ -274,14 +283,15 @@ def _is_leaf(tree: dict[str, Any], dotted: str) -> bool:
 
 def _merge(base: dict[str, Any], tree: dict[str, Any]) -> dict[str, Any]:
     """Returns the keys of both trees. Common sections are merged; other values of `tree` replace those of `base`."""
-    both_have_section = lambda name: isinstance(base.get(name), dict) and isinstance(tree[name], dict | None)
-    return base | {
-        name: _merge(base[name], tree[name] or {}) if both_have_section(name) else tree[name] for name in tree
-    }
+    merged = dict(base)
+    for name, value in tree.items():
+        is_common_section = isinstance(base.get(name), dict) and isinstance(value, dict | None)
+        merged[name] = _merge(base[name], value or {}) if is_common_section else value
+    return merged
 
 
 def _read_alone(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
-    """Returns the tree of one file, without its base config, and the line of each dotted key."""
+    """Returns the settings in a file, without those of its base config, and the line of each dotted key."""
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -298,7 +308,7 @@ def _read_alone(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
         node = yaml.compose(text, Loader=_Loader)
         lines: dict[str, int] = {}
         if node is not None:
-            _collect_lines(path, node, "", lines)  # before the values: it names the line of a recursive alias
+            _collect_lines(path, node, "", lines)  # first, because it reports a recursive alias with its line
         tree = _parse_value(text, str(path)) or {}
     except _YAML_ERRORS as error:
         raise ConfigError(f"{path}{_yaml_problem(error, text)}") from error
@@ -309,7 +319,7 @@ def _read_alone(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
 
 
 def _configs_near(path: Path) -> str:
-    """Returns the end of a message: the configs in the folder of a path and in configs/."""
+    """Returns the end of a message, which lists the configs in configs/ and in the folder of a path."""
     folders = {folder.resolve(): folder for folder in (Path("configs"), path.parent)}
     listings = []
     for folder in reversed(folders.values()):
@@ -320,25 +330,32 @@ def _configs_near(path: Path) -> str:
 
 
 def _parse_value(text: str, where: str) -> Any:
-    """Parses a YAML text. Raises `ConfigError`, naming `where`, for endless aliases, and any of `_YAML_ERRORS`."""
+    """Parses a YAML text.
+
+    Raises `ConfigError`, which begins with `where`, if its aliases are recursive or expand to too many values, and one
+    of `_YAML_ERRORS` if the text is invalid.
+    """
     return _without_aliases(yaml.load(text, Loader=_Loader), where, count())  # noqa: S506 (a SafeLoader)
 
 
-def _without_aliases(value: Any, where: str, number: Iterator[int], above: tuple[Any, ...] = ()) -> Any:
-    """Returns a copy in which each alias has its own value, so that setting one place does not change another."""
-    if next(number) > _MOST_KEYS or any(value is container for container in above):
+def _without_aliases(value: Any, where: str, counter: Iterator[int], containers: tuple[Any, ...] = ()) -> Any:
+    """Returns a copy in which each alias is a copy of its own, so that setting a key changes only that key.
+
+    `counter` counts the values copied so far; `containers` are the dicts and lists around this value.
+    """
+    if next(counter) > _MAX_VALUES or any(value is container for container in containers):
         raise ConfigError(
-            f"{where}: its aliases contain themselves, or expand to over {_MOST_KEYS} values; write the values out"
+            f"{where}: its aliases contain themselves, or expand to over {_MAX_VALUES} values; write the values out"
         )
     if isinstance(value, dict):
-        return {name: _without_aliases(item, where, number, (*above, value)) for name, item in value.items()}
+        return {name: _without_aliases(entry, where, counter, (*containers, value)) for name, entry in value.items()}
     if isinstance(value, list):
-        return [_without_aliases(item, where, number, (*above, value)) for item in value]
+        return [_without_aliases(entry, where, counter, (*containers, value)) for entry in value]
     return value
 
 
 def _yaml_problem(error: Exception, text: str) -> str:
-    """Describes a YAML error, with its line if it is known."""
+    """Returns the end of a message about a YAML error: its line, if that is known, and a description."""
     if isinstance(error, RecursionError):
         return ": not valid YAML: nested too deeply"
     problem = getattr(error, "problem", None) or next(iter(str(error).splitlines()), "")
@@ -352,33 +369,33 @@ def _yaml_problem(error: Exception, text: str) -> str:
 
 
 def _collect_lines(
-    path: Path, node: yaml.Node, prefix: str, lines: dict[str, int], above: tuple[yaml.Node, ...] = ()
+    path: Path, node: yaml.Node, prefix: str, lines: dict[str, int], parents: tuple[yaml.Node, ...] = ()
 ) -> None:
     """Adds to `lines` the line of each dotted key and of each list entry.
 
     Raises `ConfigError` for duplicate keys, recursive aliases, and aliases that expand to too many values.
     """
-    if node in above:
+    if node in parents:
         raise ConfigError(f"{path}:{node.start_mark.line + 1}: {prefix[:-1]} contains itself; write it out")
     if isinstance(node, yaml.SequenceNode):
-        pairs = [(str(number), entry, entry) for number, entry in enumerate(node.value)]
+        entries = [(str(number), entry, entry) for number, entry in enumerate(node.value)]
     elif isinstance(node, yaml.MappingNode):
-        pairs = [(key.value, key, value) for key, value in node.value]
+        entries = [(key.value, key, value) for key, value in node.value]
     else:
         return
-    for name, marked, value in pairs:
+    for name, first_node, value in entries:
         dotted = f"{prefix}{name}"
-        line = marked.start_mark.line + 1
+        line = first_node.start_mark.line + 1
         if dotted in lines:
             raise ConfigError(f"{path}:{line}: {dotted} is given twice (first on line {lines[dotted]}); keep one")
         lines[dotted] = line
-        if len(lines) > _MOST_KEYS:
-            raise ConfigError(f"{path}:{line}: its aliases expand to over {_MOST_KEYS} values; write the values out")
-        _collect_lines(path, value, f"{dotted}.", lines, (*above, node))
+        if len(lines) > _MAX_VALUES:
+            raise ConfigError(f"{path}:{line}: its aliases expand to over {_MAX_VALUES} values; write the values out")
+        _collect_lines(path, value, f"{dotted}.", lines, (*parents, node))
 
 
 def _invalid_value_message(value: str) -> str:
-    """Describes why the value of an override is invalid."""
+    """Describes why the value of an override is not valid YAML."""
     # Python decodes each byte of an argument that is not UTF-8 as a lone surrogate.
     surrogate = next((character for character in value if "\udc80" <= character <= "\udcff"), None)
     if surrogate is not None:
@@ -403,8 +420,8 @@ def _apply_override(tree: dict[str, Any], override: str) -> str:
             f"for a text with # write {printable(as_typed(dotted, text))}"
         )
     if value is None and text.strip() == "~" and _is_path(dotted):
-        raise ConfigError(f"command line: {dotted}: ~ is null in YAML; name a folder in the home, such as ~/runs/a")
-    # Create the sections on the way to the key if they do not exist.
+        raise ConfigError(f"command line: {dotted}: ~ is null in YAML; name a folder, such as ~/runs/a")
+    # Create the sections around the key if they do not exist.
     *parents, last = dotted.split(".")
     section = tree
     for parent in parents:
@@ -418,36 +435,37 @@ def _apply_override(tree: dict[str, Any], override: str) -> str:
 
 
 def _invalid_setting_message(overrides: list[str], number: int) -> str:
-    """Returns the message for an argument that is not `key.sub=value`, with a correction where one can be guessed."""
+    """Returns the message for an argument that is not `key.sub=value`, with a correction if one can be guessed."""
     argument = overrides[number]
-    before = overrides[number - 1] if number else ""
-    shown = shortened(repr(argument))
+    previous = overrides[number - 1] if number else ""
+    quoted = shortened(repr(argument))
     if argument.endswith((".yaml", ".yml")):
-        return f"argument {shown} is not a setting; pass a config file with --config {argument}"
+        return f"argument {quoted} is not a setting; pass a config file with --config {argument}"
     if colon := re.fullmatch(r"([a-z]\w*(?:\.\w+)+):(.*)", argument, re.DOTALL):
-        return f"argument {shown} is not a setting; write {colon[1]}={colon[2].strip() or 'VALUE'}"
-    # Spaces around the = split a setting into up to three arguments: join them again.
-    first = number - 1 if before and (argument.startswith("=") or before.endswith("=")) else number
+        return f"argument {quoted} is not a setting; write {colon[1]}={colon[2].strip() or 'VALUE'}"
+    # Spaces around the = split a setting into two or three arguments, so join them again.
+    follows_name = previous and (argument.startswith("=") or previous.endswith("="))
+    first = number - 1 if follows_name else number
     pieces: list[str] = []
     for piece in overrides[first : first + 3]:
         if "=" in piece.strip("=") and pieces:
-            break  # the next complete setting
+            break  # this argument is the next complete setting
         pieces.append(piece)
-        if whole := re.fullmatch(r"\s*([^\s=]+)\s*=\s*([^=]+)", "".join(pieces)):
-            text, better = " ".join(pieces), f"{whole[1]}={whole[2].strip()}"
-            return f"argument {shortened(repr(text))}: a setting has no spaces around its =; write {better}"
+        if setting := re.fullmatch(r"\s*([^\s=]+)\s*=\s*([^=]+)", "".join(pieces)):
+            text = shortened(repr(" ".join(pieces)))
+            return f"argument {text}: a setting has no spaces around its =; write {setting[1]}={setting[2].strip()}"
     if re.fullmatch(r"[a-z]\w*(\.\w+)+", argument) and len(pieces) > 1:
         return f"argument {shortened(repr(' '.join(pieces[:2])))} is not a setting; write {argument}={pieces[1]}"
     return (
-        f"argument {shown} is not a setting; write key.sub=value, such as train.steps=100, with quotes around it "
-        "if there are spaces in it"
+        f"argument {quoted} is not a setting; write key.sub=value, such as train.steps=100, in quotes if it "
+        "contains spaces"
     )
 
 
-# -- settings that are paths: `~` is expanded, and shell variables are refused
+# -- settings that are paths, in which `~` is expanded and shell variables are refused
 
 _HUGGING_FACE_PREFIX = "hf:"
-"""Prefix of a Hugging Face folder in run.init_from."""
+"""Prefix of run.init_from that marks a Hugging Face folder."""
 
 
 def _is_path(dotted: str) -> bool:
@@ -456,24 +474,26 @@ def _is_path(dotted: str) -> bool:
 
 
 def _expand_homes(value: Any, dotted: str, source_of: Callable[[str], str]) -> Any:
-    """Returns the value of a key, or a tree, with `~` expanded in every path. `source_of` says where a key was written.
+    """Returns the value of a key, or nested settings, with `~` expanded in every path.
 
-    Values of other types are left for the schema to reject. Raises `ConfigError` for shell variables, and for `~NAME`
-    if there is no such user.
+    `source_of` returns where a key was written. Values of the wrong type are unchanged, and the schema rejects them
+    later. Raises `ConfigError` for shell variables, and for `~NAME` if there is no such user.
     """
     if isinstance(value, dict):
         return {
-            name: _expand_homes(item, f"{dotted}.{name}" if dotted else str(name), source_of)
-            for name, item in value.items()
+            name: _expand_homes(entry, f"{dotted}.{name}" if dotted else str(name), source_of)
+            for name, entry in value.items()
         }
     if isinstance(value, list):
-        return [_expand_homes(item, dotted, source_of) for item in value]
-    # Checked last, because the first call builds the schema.
+        return [_expand_homes(entry, dotted, source_of) for entry in value]
+    # _is_path comes last, because its first call builds the schema.
     if not isinstance(value, str) or {"~", "$"}.isdisjoint(value) or not _is_path(dotted):
         return value
     where = f"{source_of(dotted)}: {dotted}: {shortened(repr(value))}"
     if "$" in value:
-        raise ConfigError(f"{where} has a $, and settings expand no variables; write the path out, or ~ for the home")
+        raise ConfigError(
+            f"{where} contains $, but settings do not expand variables; write the path out, or ~ for the home folder"
+        )
     try:
         return expand_home(value)
     except ValueError as error:
@@ -483,7 +503,7 @@ def _expand_homes(value: Any, dotted: str, source_of: Callable[[str], str]) -> A
 def expand_home(path: str) -> str:
     """Returns the path with `~` or `~NAME` expanded. Raises `ValueError` if there is no such user."""
     prefix = _HUGGING_FACE_PREFIX if path.startswith(_HUGGING_FACE_PREFIX) else ""
-    expanded = os.path.expanduser(path.removeprefix(prefix))  # noqa: PTH111 (pathlib drops what a path ends with)
+    expanded = os.path.expanduser(path.removeprefix(prefix))  # noqa: PTH111 (pathlib drops a slash at the end)
     if expanded.startswith("~"):
         user = expanded.partition("/")[0]
         raise ValueError(f"there is no user {user[1:]}; write the path out, or ./{user} for a folder of that name")

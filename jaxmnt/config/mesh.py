@@ -12,19 +12,22 @@ Split = Literal["rows", "length", "layers", "experts", "features"]
 
 @dataclass(frozen=True)
 class Axis:
-    """A mesh axis and the dimension that its devices split. Sums over tokens, and gradients of parameters that are
-    replicated over an axis, are reduced over the axes that split rows or length."""
+    """A mesh axis and the dimensions that it splits among devices.
+
+    The axes that split rows or length are those over which sums over tokens are reduced, and the gradients of
+    parameters that are replicated over them.
+    """
 
     name: str
     splits: tuple[Split, ...]
     gathers_weights: bool = False
-    """True if its devices also shard the stored parameters and gather them before use."""
+    """True if the stored parameters are sharded over this axis, and gathered before use."""
     inside_host: bool = False
-    """True if its traffic is so high that it should stay within a host."""
+    """True if communication over this axis should stay within a host, because there is so much of it."""
     parallelism: str = ""
     """Name of this form of parallelism in plans that compare meshes with and without it."""
     is_available: bool = True
-    """True if this version can split over the axis; else its size must be 1."""
+    """True if this version supports more than one device along this axis; else the size must be 1."""
 
 
 MESH_AXES = (
@@ -35,7 +38,7 @@ MESH_AXES = (
     Axis("expert", ("rows", "experts"), is_available=False),
     Axis("model", ("features",), inside_host=True, parallelism="tensor parallelism"),
 )
-"""The axes in mesh order: those that may use the slowest network come first."""
+"""The axes in mesh order. Axes that can use the slowest network come first."""
 
 AXES = tuple(axis.name for axis in MESH_AXES)
 AVAILABLE_AXES = tuple(axis for axis in MESH_AXES if axis.is_available)
@@ -58,51 +61,64 @@ REPLICA_AXES = tuple(name for name in BATCH_AXES if name not in GATHERING_AXES)
 
 
 class Mesh(Section):
-    data: int | None = key(None, "Replicas of the model; default -1, the rest, unless another axis is -1.")
-    pipeline: int = key(1, "Pipeline stages, each with a part of the layers.")
-    fsdp: int = key(1, "Ways to shard parameters, gradients and optimizer state.")
-    context: int = key(1, "Ways to split a sequence; must be 1 in this version.")
-    expert: int = key(1, "Ways to split experts; must be 1 in this version.")
-    model: int = key(1, "Tensor and sequence parallelism: ways to split heads, MLP, vocabulary and, between, length.")
+    data: int | None = key(
+        None, "Replicas of the model. Default: -1 (all remaining devices), unless another axis is -1."
+    )
+    pipeline: int = key(1, "Number of pipeline stages, each of which holds a part of the layers.")
+    fsdp: int = key(1, "Number of shards of parameters, gradients and optimizer state.")
+    context: int = key(1, "Number of parts of a sequence; must be 1 in this version.")
+    expert: int = key(1, "Number of groups of experts; must be 1 in this version.")
+    model: int = key(
+        1,
+        "Tensor and sequence parallelism: number of parts of the heads, the MLP and the vocabulary, and of the "
+        "sequence between attention and MLP.",
+    )
     zero: Literal["auto", 1, 2, 3] = key(
-        "auto", "ZeRO stage of fsdp: gather parameters layer by layer (3), or once a step and scatter gradients "
-        "each microbatch (2) or once a step (1); auto is the fastest by the devices' data sheets that fits, "
-        "3 on other devices.",
+        "auto", "ZeRO stage of fsdp. 3: gather parameters layer by layer; 2: gather them once per step, and scatter "
+        "gradients once per microbatch; 1: do both once per step; auto: the fastest stage that fits according to the "
+        "devices' data sheets, or 3 for devices without one.",
     )  # fmt: skip
     prefetch: bool | None = key(
-        None, "Gather a layer's weights, and reduce its gradients, while another layer computes; default on GPUs, with "
-        "zero 3 and without a pipeline.",
+        None, "Gather a layer's weights, and reduce its gradients, while another layer computes. Default: true on GPUs "
+        "with zero 3 and without a pipeline.",
     )  # fmt: skip
     allow_split_hosts: bool = key(False, "Allow the model axis to span hosts.")
-    rules: dict[str, list[str]] = key({}, "Other mesh axes for a logical axis, such as embed: [data, fsdp].")
+    rules: dict[str, list[str]] = key(
+        {}, "Mesh axes for a logical axis in place of the default ones, such as embed: [data, fsdp]."
+    )
 
     def sizes(self) -> dict[str, int]:
-        """Returns the axis sizes by name in mesh order; -1 marks the axis that takes the remaining devices."""
+        """Returns the axis sizes by name in mesh order; -1 stands for all remaining devices."""
         return {axis: getattr(self, axis) for axis in AXES}
 
     @model_validator(mode="after")
     def _check_prefetch(self) -> Self:
         if self.prefetch and (self.zero in (1, 2) or self.pipeline > 1):
-            raise ValueError("mesh.prefetch: only mesh.zero 3 without a pipeline gathers layer by layer; leave it out")
+            raise ValueError(
+                "mesh.prefetch: it requires mesh.zero 3 and no pipeline, because only then are weights gathered layer "
+                "by layer; leave it out"
+            )
         return self
 
 
 class Pipeline(Section):
-    schedule: Literal["gpipe", "1f1b", "interleaved"] = key("1f1b", "Order of the microbatches' work.")
-    chunks: int = key(1, "Pieces of the model a stage has; more than 1 with interleaved.", ge=1)
-    layers: list[int] | None = key(None, "Layers of each piece in order of the model; default as even as possible.")
+    schedule: Literal["gpipe", "1f1b", "interleaved"] = key("1f1b", "Order in which stages process microbatches.")
+    chunks: int = key(1, "Pieces of the model per stage; at least 2 with interleaved, else 1.", ge=1)
+    layers: list[int] | None = key(
+        None, "Number of layers in each piece, in model order. Default: as even as possible."
+    )
 
 
 def check_pipeline(pipeline: Pipeline, stages: int, layers: int) -> None:
-    """Raises `ValueError` if the layers cannot be divided into these stages; `stages` of -1 or 1 divide nothing."""
+    """Raises `ValueError` if the layers cannot be divided among the stages. -1 or 1 stages accept any layers."""
     if pipeline.chunks > 1 and pipeline.schedule != "interleaved":
         raise ValueError(
-            f"pipeline.chunks: schedule {pipeline.schedule} has one chunk a stage; set 1, or schedule interleaved"
+            f"pipeline.chunks: schedule {pipeline.schedule} has one chunk per stage; set 1, or schedule interleaved"
         )
     if stages <= 1:
         return
     if pipeline.schedule == "interleaved" and pipeline.chunks == 1:
-        raise ValueError("pipeline.chunks: interleaved needs at least 2 chunks a stage; set it, or schedule 1f1b")
+        raise ValueError("pipeline.chunks: interleaved needs at least 2 chunks per stage; set it, or schedule 1f1b")
     pieces = stages * pipeline.chunks
     if layers < pieces:
         chunks = f" of {pipeline.chunks} chunks" if pipeline.chunks > 1 else ""
@@ -110,20 +126,26 @@ def check_pipeline(pipeline: Pipeline, stages: int, layers: int) -> None:
             f"mesh.pipeline: {stages} stages{chunks} need at least {pieces} layers, and model.num_layers is {layers}; "
             "change one of them"
         )
-    cut = pipeline.layers
-    if cut is not None and (len(cut) != pieces or sum(cut) != layers or min(cut) < 1):
+    sizes = pipeline.layers
+    if sizes is not None and (len(sizes) != pieces or sum(sizes) != layers or min(sizes) < 1):
         raise ValueError(
-            f"pipeline.layers: {cut} does not cut {layers} layers into {pieces} pieces of at least 1; "
+            f"pipeline.layers: {sizes} does not cut {layers} layers into {pieces} pieces of at least 1; "
             f"give {pieces} numbers whose sum is {layers}"
         )
 
 
 def complete_mesh(mesh: Mesh) -> Mesh:
-    """Checks the axis sizes. `data` takes the remaining devices unless another axis does. Raises `ValueError`."""
-    sizes, available = mesh.sizes(), [axis.name for axis in AVAILABLE_AXES]
+    """Checks the axis sizes, and sets `data` to -1 (all remaining devices) unless another axis is -1.
+
+    Raises `ValueError` for invalid sizes.
+    """
+    sizes = mesh.sizes()
+    available = [axis.name for axis in AVAILABLE_AXES]
     for axis, size in sizes.items():
         if size is not None and size != -1 and size < 1:
-            raise ValueError(f"mesh.{axis}: {size} is not a size; give a positive number, or -1 for the rest")
+            raise ValueError(
+                f"mesh.{axis}: {size} is not a size; give a positive number, or -1 for all remaining devices"
+            )
         if axis not in available and size != 1:
             raise ValueError(
                 f"mesh.{axis}: splitting over {axis} is not available in this version; set it to 1 "

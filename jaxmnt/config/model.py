@@ -22,21 +22,23 @@ class RopeScaling(Section):
     """Scaling of rotary positions beyond the training length (`models/rotary.py`)."""
 
     type: Literal["none", "linear", "llama3", "yarn"] = maths_key(
-        "none", "Scaling of rotary positions: of all frequencies (linear), or only of low ones (llama3, yarn).",
+        "none", "Scaling of rotary positions. linear: all frequencies are scaled; llama3 and yarn: only low ones.",
     )  # fmt: skip
     factor: float = maths_key(1.0, "Factor by which positions are stretched.", ge=1)
     original_max_positions: int = maths_key(
-        8192, "For llama3 and yarn: the length of training before it was stretched.", ge=1
+        8192, "For llama3 and yarn: the training length before positions were stretched.", ge=1
     )
     low_frequency_factor: float = maths_key(
-        1.0, "For llama3: frequencies with fewer turns than this in that length are stretched.", gt=0
+        1.0, "For llama3: frequencies with fewer turns than this in original_max_positions are stretched.", gt=0
     )
-    high_frequency_factor: float = maths_key(4.0, "For llama3: frequencies with more turns than this are not.", gt=0)
+    high_frequency_factor: float = maths_key(
+        4.0, "For llama3: frequencies with more turns than this are not stretched.", gt=0
+    )
     beta_fast: float = maths_key(32.0, "For yarn: frequencies with more turns than this are not stretched.", gt=0)
     beta_slow: float = maths_key(1.0, "For yarn: frequencies with fewer turns than this are stretched.", gt=0)
-    truncate: bool = maths_key(True, "For yarn: round the transition's ends to whole frequencies.")
+    truncate: bool = maths_key(True, "For yarn: round both ends of the transition to integer frequency indices.")
     attention_factor: float | None = maths_key(
-        None, "For yarn: multiplies queries and keys; default 0.1 · ln(factor) + 1.", gt=0
+        None, "For yarn: factor for queries and keys. Default: 0.1 · ln(factor) + 1.", gt=0
     )
 
     @model_validator(mode="after")
@@ -58,68 +60,75 @@ class Model(Section):
     family: str = breaking_key(
         "llama", "Architecture: a name that docs/models.md lists, or the dotted path of a class."
     )
-    preset: str | None = key(None, "Published model, whose settings are the defaults; docs/models.md lists the models.")
+    preset: str | None = key(None, "Published model whose settings become the defaults; docs/models.md lists them.")
     vocab_size: int | None = breaking_key(
-        None, "Rows of the embedding; default the data's vocabulary rounded up to 64.", ge=2
+        None, "Rows of the embedding. Default: the vocabulary of the data, rounded up to a multiple of 64.", ge=2
     )
     hidden_size: int = breaking_key(512, "Width of the residual stream.", ge=1)
     num_layers: int = breaking_key(8, "Decoder layers.", ge=1)
     num_heads: int = breaking_key(8, "Query heads.", ge=1)
-    num_kv_heads: int | None = breaking_key(None, "Key and value heads; default num_heads.", ge=1)
-    head_dim: int | None = breaking_key(None, "Width of a head; default hidden_size / num_heads.", ge=2)
+    num_kv_heads: int | None = breaking_key(None, "Key and value heads. Default: num_heads.", ge=1)
+    head_dim: int | None = breaking_key(None, "Width of a head. Default: hidden_size / num_heads.", ge=2)
     intermediate_size: int | None = breaking_key(
-        None, "Width of the gated MLP; default 8/3 hidden_size rounded up to 64.", ge=1
+        None, "Width of the gated MLP. Default: 8/3 · hidden_size, rounded up to a multiple of 64.", ge=1
     )
     tie_embeddings: bool = breaking_key(False, "Use the embedding as the output head.")
     rope_theta: float = maths_key(10000.0, "Base of the rotary embedding's wavelengths.", gt=1)
     local_rope_theta: float | None = maths_key(
-        None, "The same in layers with a window, which have no rope_scaling; default rope_theta.", gt=1
+        None, "The rope_theta of layers with a window, which have no rope_scaling. Default: rope_theta.", gt=1
     )
     rope_scaling: RopeScaling = RopeScaling()
-    max_positions: int | None = breaking_key(None, "The longest sequence, where positions are learned.", ge=2)
-    norm_epsilon: float = maths_key(1e-5, "Added to the mean square in RMSNorm.", gt=0)
+    max_positions: int | None = breaking_key(
+        None, "Length of the longest sequence, for families with learned positions.", ge=2
+    )
+    norm_epsilon: float = maths_key(1e-5, "Constant that RMSNorm adds to the mean square.", gt=0)
     sliding_window: int | None = breaking_key(
-        None, "Tokens that a layer with a window sees, its own among them; default all.", ge=1
+        None, "Tokens to which a token attends in layers with a window, including itself. Default: all.", ge=1
     )
     sliding_window_pattern: int | None = breaking_key(
-        None, "One layer of so many has no window, the last; default the family's.", ge=1
+        None, "Number of layers in a repeating pattern, the last of which has no window. Default: the family's.", ge=1
     )
     attention_scale: float | None = breaking_key(
-        None, "Multiplies the scores of attention; default head_dim to the power of -1/2.", gt=0
+        None, "Factor for attention scores. Default: head_dim to the power of -1/2.", gt=0
     )
     attention_soft_cap: float | None = breaking_key(
-        None, "Bends the scores of attention to stay below it; default no cap.", gt=0
+        None, "Attention scores are squashed by a tanh to stay below this. Default: no cap.", gt=0
     )
-    logit_soft_cap: float | None = breaking_key(None, "Bends the logits to stay below it; default no cap.", gt=0)
-    dropout: float = maths_key(0.0, "Dropout on the output of attention and MLP.", ge=0, lt=1)
+    logit_soft_cap: float | None = breaking_key(
+        None, "Logits are squashed by a tanh to stay below this. Default: no cap.", gt=0
+    )
+    dropout: float = maths_key(0.0, "Dropout rate of the outputs of attention and MLP.", ge=0, lt=1)
     attention: Literal["auto", "xla", "cudnn"] = key(
-        "auto", "Attention kernel; auto is cudnn where the GPU, dtype and head width allow, else xla."
+        "auto", "Attention kernel. auto: cudnn if the GPU, dtype and head width allow it, else xla."
     )
     overlap: Literal["auto", "off", "ring", "rows"] = key(
         "auto",
-        "With mesh.model, what is computed while activations are sent: rows, the other half of a microbatch; ring, "
-        "other pieces of the same rows; auto, on GPUs, rows where there are two, else ring for large products.",
+        "With mesh.model: what is computed while activations are sent. rows: the other half of a microbatch; ring: "
+        "other pieces of the same rows; auto: on GPUs, rows if a microbatch has two, else ring for large products.",
     )
 
     @field_validator("overlap", mode="before")
     @classmethod
     def _restore_off(cls, value: Any) -> Any:
-        """Restores the word off, which YAML reads as false."""
+        """Restores the word `off`, which YAML reads as false."""
         return "off" if value is False else value
 
     @model_validator(mode="before")
     @classmethod
     def _with_preset(cls, raw: Any) -> Any:
-        """Fills in the preset's settings where none are set."""
+        """Fills in the preset's settings for keys that are not set."""
         if not isinstance(raw, dict) or not isinstance(raw.get("preset"), str):
             return raw
-        name, published = raw["preset"], presets()
+        name = raw["preset"]
+        published = presets()
         if name not in published:
             raise ValueError(f"model.preset: {printable(name)} is not known; {suggest(name, sorted(published))}")
         settings = published[name]
         scaling = raw.get("rope_scaling")
-        both = {"rope_scaling": settings.get("rope_scaling", {}) | scaling} if isinstance(scaling, dict) else {}
-        return settings | raw | both
+        merged = settings | raw
+        if isinstance(scaling, dict):
+            merged["rope_scaling"] = settings.get("rope_scaling", {}) | scaling
+        return merged
 
 
 def complete_model(model: Model) -> Model:
@@ -128,12 +137,12 @@ def complete_model(model: Model) -> Model:
     if head_dim is None:
         if model.hidden_size % heads:
             raise ValueError(
-                f"model.num_heads: {heads} heads do not divide model.hidden_size {model.hidden_size}; "
+                f"model.num_heads: model.hidden_size ({model.hidden_size}) cannot be split evenly among {heads} heads; "
                 "change one of them or set model.head_dim"
             )
         head_dim = model.hidden_size // heads
     if head_dim % 2:
-        raise ValueError("model.head_dim: rotary embeddings need an even width; choose an even head_dim")
+        raise ValueError("model.head_dim: rotary embeddings need an even width of heads; choose an even number")
     kv_heads = model.num_kv_heads or heads
     if heads % kv_heads:
         raise ValueError(

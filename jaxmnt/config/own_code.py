@@ -12,9 +12,9 @@ from jaxmnt.errors import ConfigError, UserError, printable, summary
 
 
 def import_dotted(path: str, key: str, expected: str) -> Any:
-    """Returns the object at the dotted path that a config key names; `expected` describes it in the error.
+    """Returns the object at a dotted path, which is the value of a config key.
 
-    Raises `ConfigError` if it cannot be imported.
+    Raises `ConfigError` with the key and `expected`, a description of the object, if it cannot be imported.
     """
     module, _, name = path.rpartition(".")
     try:
@@ -28,21 +28,21 @@ def import_dotted(path: str, key: str, expected: str) -> Any:
 
 @contextmanager
 def attributing_user_errors(config: Config) -> Iterator[None]:
-    """Turns errors in the user's model family or loss function into a `ConfigError` with file and line."""
+    """Turns an error in the user's model family or loss function into a `ConfigError` with its file and line."""
     try:
         yield
     except UserError:
         raise
     except Exception as error:
-        named = {"model.family": config.model.family, "train.loss": config.train.loss}
-        for key, path in named.items():
-            if path and (place := _line_in(path.rpartition(".")[0], error)):
-                raise ConfigError(f"{key}: {place}: {printable(summary(error))}; correct it") from error
+        dotted_paths = {"model.family": config.model.family, "train.loss": config.train.loss}
+        for key, path in dotted_paths.items():
+            if path and (line := _line_in(path.rpartition(".")[0], error)):
+                raise ConfigError(f"{key}: {line}: {printable(summary(error))}; correct it") from error
         raise
 
 
 def _line_in(module: str, error: Exception) -> str:
-    """Returns file:line of the innermost frame of this module in the traceback; empty if there is none."""
+    """Returns the innermost line of a traceback in this module, as file:line; empty if there is none."""
     file = getattr(sys.modules.get(module), "__file__", None)
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if file and frame.filename == file]
     return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""

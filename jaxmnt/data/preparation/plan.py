@@ -239,7 +239,7 @@ class Summary(Counts):
     """Token arrays that are one document each."""
     eval_fraction: float = 0.0
     """The share of documents to hold out."""
-    named: list[str] = field(default_factory=list)
+    held_out_by_name: list[str] = field(default_factory=list)
     """Files held out because of their names."""
     empty_files: list[str]
     """Empty files; each counts as an empty document."""

@@ -225,7 +225,8 @@ def build(selection: Selection, output: Path, settings: Settings, progress: Prog
             _prepare_parts(job, tokenizer, progress)
             check_unchanged(inputs)
             summary = commit(job, tokenizer, not_read)
-            summary.named = [file.shown for file in inputs if file.split == "eval" and not selection.eval_inputs]
+            if not selection.eval_inputs:
+                summary.held_out_by_name = [file.shown for file in inputs if file.split == "eval"]
             return summary
     except OSError as error:
         raise UserError(
