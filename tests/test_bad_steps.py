@@ -237,7 +237,7 @@ def test_a_run_with_steps_without_targets(tiny, masked, capsys):
 def test_rows_without_targets_are_counted(masked, tiny, monkeypatch, known):
     """By hand: of each document of 351 tokens the last three are targets, so of rows of 32 one in eleven has some."""
     if known == "sample":
-        monkeypatch.setattr(batches, "_SAMPLED_ROWS", 64)
+        monkeypatch.setattr(batches, "_SAMPLED_STORED_ROWS", 64)
     config = tiny("data.global_batch_size=2", f"data.path={masked}")
     data = TrainingData(config, open_sources(config.data))
     rows = data.readers["data"].rows

@@ -115,7 +115,7 @@ ODD_VALUES = {
     "lacking": (lambda m: m.pop("learn_mask"), "it lacks learn_mask"),
     "foreign": (lambda m: m.update(extra=1), "has the unknown key extra"),
     "foreign below": (lambda m: _first(m).update(extra=1), "shard 0 of train has the unknown key"),
-    "version": (lambda m: m.update(version=99), "has format jaxmnt-tokens 99, this version reads"),
+    "version": (lambda m: m.update(version=99), "has format jaxmnt-tokens 99, but this version reads"),
     "true version": (lambda m: m.update(version=True), "has format jaxmnt-tokens true"),
     "no object": (lambda m: m.update(splits=[]), "splits is a list of 0"),
     "no list": (lambda m: m["splits"]["eval"].update(shards={}), "shards of eval is not a list"),
@@ -166,8 +166,8 @@ ODD_FILES = {
     "scalar": ("tokens", lambda a: a[0], r"of shape \(\)"),
     "objects": ("tokens", lambda a: np.array([{}], object), "cannot be read"),
     "float offsets": ("documents", lambda a: a.astype(float), "holds float64"),
-    "offsets": ("origins", lambda a: a[:, 0], "where int64 belongs"),
-    "other order": ("origins", np.asfortranarray, "where int64 belongs"),
+    "offsets": ("origins", lambda a: a[:, 0], "but must hold int64"),
+    "other order": ("origins", np.asfortranarray, "but must hold int64"),
 }
 
 

@@ -138,15 +138,15 @@ def test_a_verification_is_told_with_what_was_compared(lines, capsys):
     """Also of less data than a batch takes by default. JSON stays alone on stdout."""
     assert show(["--path", str(lines), "--verify"]) == 0
     shown = capsys.readouterr().out.splitlines()
-    assert re.fullmatch(r"verified \d+ files, [\d.]+ KiB: all as the manifest says", shown[-1])
+    assert re.fullmatch(r"verified \d+ files, [\d.]+ KiB: all match the manifest", shown[-1])
     assert [line.split()[0] for line in shown if line][-4:] == ["source", "data", "data", "verified"]
     assert show(["--path", str(lines), "--verify", "--json", "data.global_batch_size=2", "data.sequence_length=9"]) == 0
     streams = capsys.readouterr()
-    assert json.loads(streams.out)["step"] == 1 and "all as the manifest says" in streams.err
+    assert json.loads(streams.out)["step"] == 1 and "all match the manifest" in streams.err
 
 
 def test_a_step_after_the_last_is_told(lines, capsys):
     arguments = ["--path", str(lines), "--rows", "1", "data.global_batch_size=2", "data.sequence_length=9"]
     for step, steps, is_told in ((41, ["train.steps=40"], True), (40, ["train.steps=40"], False), (10**6, [], False)):
         assert show([*arguments, "--batch", str(step), *steps]) == 0
-        assert ("is after the last of the run: train.steps is 40" in capsys.readouterr().err) == is_told
+        assert ("is after the last step of the run, because train.steps is 40" in capsys.readouterr().err) == is_told

@@ -128,7 +128,7 @@ def test_the_digest_is_that_of_the_rows_that_inspection_shows(mixture, tmp_path,
     assert shown.returncode == 0, shown.stderr
     assert f"batch of step 7: 16 rows, batch_digest {digests(reference)[6]}" in shown.stdout
     assert shown.stdout.count("\nrow ") == 16 and "text0/" in shown.stdout and "epochs" not in shown.stdout
-    assert "all as the manifest says" in shown.stderr
+    assert "all match the manifest" in shown.stderr
     assert any("75.0 % → 50.0 %" in line for line in mixture_table(config, data))
 
 

@@ -369,7 +369,7 @@ def test_what_the_template_does_not_read_is_named(moved, asked, tmp_path, capsys
 )
 def test_a_template_that_misbehaves_ends_with_words(monkeypatch, template, words):
     # On a busy machine memory may take longer to fill up than an endless loop has to show that it is one.
-    monkeypatch.setattr("jaxmnt.data.chat_template._SECONDS", 2 if "never end" in words else 60)
+    monkeypatch.setattr("jaxmnt.data.chat_template._RENDER_TIMEOUT_SECONDS", 2 if "never end" in words else 60)
     with pytest.raises(ConfigError, match=words):
         render(template, [{"role": "user", "content": "hi"}], {})
 

@@ -138,7 +138,7 @@ def test_an_end_that_is_there_is_not_added():
 
 
 def test_few_documents_are_held(monkeypatch):
-    monkeypatch.setattr(elements_module, "_CACHED_TOKENS", 50)
+    monkeypatch.setattr(elements_module, "_MAX_CACHED_TOKENS", 50)
     elements = Elements(_Given([{"tokens": np.full(20, n)} for n in range(9)]), "key", "path", "documents", 10)
     stream = DocumentStream(elements, measure_elements(elements, None, lambda text: None), None)
     out = np.empty(180, np.int32)
@@ -405,7 +405,7 @@ def test_rows_that_do_not_fit_the_config(asked, module, name, words):
 
 def test_prepared_data_has_no_fields_of_ones_own(prepared):
     config = parse_config({"data": {"path": str(prepared), "sequence_length": 32, "fields": {"value": "float32"}}})
-    with pytest.raises(ConfigError, match=r"data.fields: .* does not give value; only Grain datasets of rows do"):
+    with pytest.raises(ConfigError, match=r"data.fields: .* does not provide value; only Grain datasets of rows do"):
         TrainingData(config, open_sources(config.data))
 
 
@@ -525,6 +525,7 @@ def test_a_vocabulary_is_needed_and_may_be_that_of_prepared_data(asked, prepared
     assert both.vocab_size == 257 and both.end_of_document == 256 and both.folder == prepared
     sources["a"]["grain"] |= {"vocab_size": 300}
     with pytest.raises(
-        ConfigError, match=r"a\.grain\.vocab_size: 300 is not that of the prepared data beside it \(257\)"
+        ConfigError,
+        match=r"a\.grain\.vocab_size: 300 differs from that of the prepared data in the same config \(257\)",
     ):
         open_sources(parse_config({"data": {"sources": sources}}).data)

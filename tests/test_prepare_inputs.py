@@ -296,7 +296,7 @@ def test_a_long_text_has_the_tokens_of_the_whole(tmp_path, monkeypatch):
     rng = np.random.default_rng(0)
     texts = ["".join(rng.choice(list("ab \n\t.'ä漢"), 20_000)), "漢" * 9000, "a b" * 5000, "short", ""]
     whole = tokenizer.encode_batch(texts)
-    monkeypatch.setattr(tokenizers, "_STRETCH", 1000)
+    monkeypatch.setattr(tokenizers, "_STRETCH_CHARACTERS", 1000)
     largest = []
     encode = tokenizer._plain.encode_batch_fast
 
@@ -635,7 +635,7 @@ def test_an_input_that_is_no_file_is_told_as_what_it_is(tmp_path):
             prepare(path, tmp_path / "out")
     (tmp_path / "tokenizer.model").write_text("")
     (tmp_path / "t.txt").write_text("text")
-    with pytest.raises(ConfigError, match=r"holds a tokenizer\.model, which is not read; save it as a tokenizer\.json"):
+    with pytest.raises(ConfigError, match=r"a tokenizer\.model, which is not supported; convert it to a tokenizer\.json"):
         prepare(tmp_path / "t.txt", tmp_path / "out", tokenizer=str(tmp_path))
 
 

@@ -207,7 +207,7 @@ def test_pieces_decode_to_the_text_of_the_whole(tokenizer_of, kind, pieces):
     try:
         stretches = list(encode_stretches(tokenizer, pieces))
     except ConfigError as error:
-        assert kind == "Llama 2 with added tokens" and "the added token '<think>' is matched with a blank" in str(error)
+        assert kind == "Llama 2 with added tokens" and "the added token '<think>' is matched with a space" in str(error)
     else:
         assert tokenizer.decode(np.concatenate([*stretches, []]).astype(int)) == whole
 

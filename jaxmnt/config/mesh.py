@@ -14,8 +14,8 @@ Split = Literal["rows", "length", "layers", "experts", "features"]
 class Axis:
     """A mesh axis and the dimensions that it splits among devices.
 
-    The axes that split rows or length are those over which sums over tokens are reduced, and the gradients of
-    parameters that are replicated over them.
+    Sums over tokens are reduced over the axes that split rows or length. So are the gradients of parameters that are
+    replicated over such an axis.
     """
 
     name: str

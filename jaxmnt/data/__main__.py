@@ -1,6 +1,6 @@
-"""python -m jaxmnt.data: show the data that a config feeds, down to the rows of one step and their documents.
+"""python -m jaxmnt.data: show the data that a config reads, down to the rows of one step and their documents.
 
-With --batch, only the rows of that step are shown. --verify alone shows the manifests and the verified files.
+--batch shows only the rows of that step. --verify alone shows only the manifests and the verified files.
 """
 
 import argparse
@@ -62,10 +62,10 @@ def _show_rows(options: argparse.Namespace, config: "Config", sources: "Sources"
     training = TrainingData(config, sources, branches_of(config))
     first = training.order.first_step + 1
     step = first if options.batch is None else options.batch
-    for name, number, least in (("--batch", step, first), ("--rows", options.rows, 1)):
-        if number is not None and not least <= number < 2**40:
-            hint = "; earlier steps are of the run that this one branches off" if least > 1 else ""
-            raise ConfigError(f"{name}: {number} is out of range; give {least} or more, as metrics.jsonl counts{hint}")
+    for name, number, minimum in (("--batch", step, first), ("--rows", options.rows, 1)):
+        if number is not None and not minimum <= number < 2**40:
+            hint = "; earlier steps belong to the run from which this one branches off" if minimum > 1 else ""
+            raise ConfigError(f"{name}: {number} is out of range; give {minimum} or more, as in metrics.jsonl{hint}")
     tokenizer = make_tokenizer(sources.tokenizer, sources.folder) if sources.is_text else None
     size = config.data.global_batch_size
     limit = options.rows or (size if options.batch else 3)
@@ -76,9 +76,9 @@ def _show_rows(options: argparse.Namespace, config: "Config", sources: "Sources"
     if options.json:
         print(json_text({"step": step, "batch_digest": digest, "rows": [to_json(row) for row in rows]}))
         return
-    head = f"batch of step {step}: {counted(size, 'row', 'rows')}, batch_digest {digest}"
-    more = [f"({size - limit} more rows; --rows shows more)"] if limit < size else []
-    batch = [head, *inspection.batch_lines(rows, full=options.full), *more]
+    heading = f"batch of step {step}: {counted(size, 'row', 'rows')}, batch_digest {digest}"
+    omitted_rows = [f"({size - limit} more rows; --rows shows more)"] if limit < size else []
+    batch = [heading, *inspection.batch_lines(rows, full=options.full), *omitted_rows]
     tables: list[Iterable[str]] = []
     if options.batch is None:
         mixture = inspection.mixture_table(config, training)
@@ -87,22 +87,23 @@ def _show_rows(options: argparse.Namespace, config: "Config", sources: "Sources"
 
 
 def _warn_if_after_last_step(options: argparse.Namespace, config: "Config", step: int) -> None:
-    """Prints a remark if a run of this config ends before the step; without a config, only if train.steps is set."""
+    """Prints a remark if a run of this config ends before the step. Without a config, it does so only if train.steps is
+    set."""
     last = config.train.steps
     if step > last and (options.config is not None or "steps" in config.train.model_fields_set):
-        remark(f"step {step:,} is after the last of the run: train.steps is {last:,}; these rows would follow")
+        remark(f"step {step:,} is after the last step of the run, because train.steps is {last:,}")
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
     parser = Parser("python -m jaxmnt.data", description=__doc__, codes=LOCAL_EXIT_CODES)
     add = parser.add_argument
-    add("--config", type=path_argument, metavar="FILE", help="YAML file with the config")
-    add("--path", type=path_argument, metavar="DIR", help="prepared data, in place of a config")
-    add("--batch", type=int, metavar="STEP", help="show the rows of this step alone, counted as in metrics.jsonl")
+    add("--config", type=path_argument, metavar="FILE", help="YAML config file")
+    add("--path", type=path_argument, metavar="DIR", help="prepared data, instead of a config")
+    add("--batch", type=int, metavar="STEP", help="show only the rows of this step, counted as in metrics.jsonl")
     add("--rows", type=int, metavar="N", help="show at most N rows (3; all with --batch)")
-    add("--full", action="store_true", help="show the whole text of the rows, and which parts are learned")
-    add("--json", action="store_true", help="print the rows as JSON, with token ids, and nothing else")
-    add("--verify", action="store_true", help="compare every file with its digest; alone, show no rows")
+    add("--full", action="store_true", help="show all text of the rows, and which parts are targets")
+    add("--json", action="store_true", help="print only the rows, as JSON with token ids")
+    add("--verify", action="store_true", help="compare every file with its digest; alone, it shows no rows")
     parser.add_settings()
     options = parser.parse_intermixed_args(arguments)
     if options.config is None and options.path is None:

@@ -1,4 +1,5 @@
-"""Lists the contents of a batch's rows: documents, their places in the input files, and which tokens are targets."""
+"""Lists the contents of the rows of a batch: the documents, where the input files have them, and which tokens are
+targets."""
 
 from bisect import bisect, insort
 from collections.abc import Iterator
@@ -16,10 +17,10 @@ from jaxmnt.data.preparation.inputs import Kind, kind_of_file
 from jaxmnt.data.rows import Packed
 from jaxmnt.data.sources import Part, Sources
 from jaxmnt.data.store import PreparedData
-from jaxmnt.data.text_pieces import LONGEST_CONTEXT, decode_after
+from jaxmnt.data.text_pieces import MAX_CONTEXT, decode_after
 from jaxmnt.data.tokenizer import Tokenizer
 
-_READ_AT_ONCE = 1 << 20
+_TOKENS_PER_READ = 1 << 20
 
 _UNITS: dict[Kind, str] = {
     "text": "file",
@@ -28,35 +29,36 @@ _UNITS: dict[Kind, str] = {
     "parquet": "row",
     "tokens": "document",
 }
-"""Name of a record in each kind of file."""
+"""What a record is in each kind of file."""
 
 
 class Span(NamedTuple):
-    """A stretch of tokens that are either all targets or all not."""
+    """Consecutive tokens of which either all are targets or none is."""
 
     learned: bool
-    """True if the model learns to predict them."""
+    """True if the tokens are targets, which the model learns to predict."""
     ids: list[int]
     text: str | None
-    """The decoded text, with the names of special tokens; None without a tokenizer."""
+    """The decoded text, including names of special tokens; None without a tokenizer."""
 
 
 class Extract(NamedTuple):
-    """The part of a document that is in a row."""
+    """The part of a document that a row holds."""
 
     place: int
-    """Index in the row of its first target."""
+    """Index in the row of the first token."""
     document: int | None
     """The document's number in its source; None for rows of a Grain dataset of rows."""
     first: int
-    """Index in the document of its first token in the row."""
+    """Index in the document of the first token."""
     file: str
     record: int
-    """The record's number in the file, from 1."""
+    """Number of the record in the file, from 1."""
     record_unit: str
-    """The unit of `record`: file (a text file is one record), line, row, document or element."""
+    """What a record is: a file (of text), line, row, document or element."""
     line: int | None
-    """Line of the document's text, from 1, in which the first token begins; None without a tokenizer."""
+    """Number of the line, from 1 in the text of the document, in which the first token begins; None without a
+    tokenizer."""
     spans: list[Span]
 
     @property
@@ -70,9 +72,9 @@ class Row(NamedTuple):
     row: int
     source: str
     kind: str
-    """One of window, packed row and row."""
+    """Either window, packed row or row."""
     number: int
-    """The row's number in its source."""
+    """Number of the row in its source."""
     epoch: int
     """Epoch of the source, from 1."""
     targets: int
@@ -96,54 +98,55 @@ def rows_of(
         name = training.names[located.source[row]]
         number = int(located.row[row])
         reader, part = training.readers[name], sources.parts[name]
-        learned_L = batch["weights"][row] > 0
+        is_target_L = batch["weights"][row] > 0
         if isinstance(reader, DatasetRows):
             kind, origin = "row", part.origin("train", number)
-            spans = _spans(tokenizer, batch["targets"][row], learned_L, np.empty(0, np.int64))
+            spans = _spans(tokenizer, batch["targets"][row], is_target_L, np.empty(0, np.int64))
             extracts = [Extract(0, None, 0, origin.file, origin.record, _record_unit(part, origin.file), None, spans)]
         else:
             kind = "packed row" if isinstance(reader, Packed) else "window"
-            extracts = list(_extracts(part, reader, number, learned_L, tokenizer, lines[name]))
-        yield Row(row, name, kind, number, int(located.epoch[row]) + 1, int(learned_L.sum()), extracts)
+            extracts = list(_extracts(part, reader, number, is_target_L, tokenizer, lines[name]))
+        yield Row(row, name, kind, number, int(located.epoch[row]) + 1, int(is_target_L.sum()), extracts)
 
 
 def _extracts(
-    part: Part, reader: Any, row: int, learned_L: np.ndarray, tokenizer: Tokenizer | None, lines: "LineCounter | None"
+    part: Part, reader: Any, row: int, is_target_L: np.ndarray, tokenizer: Tokenizer | None, lines: "LineCounter | None"
 ) -> Iterator[Extract]:
-    """Yields the part of each document that the row holds, in order."""
+    """Yields the part of each document that a row holds, in order."""
     offsets = reader.offsets(row)
-    places = np.flatnonzero(offsets >= 0)
-    documents = reader.stream.documents(offsets[places])
+    columns = np.flatnonzero(offsets >= 0)
+    documents = reader.stream.documents(offsets[columns])
     edges = (np.flatnonzero(np.diff(documents)) + 1).tolist()
-    for begin, end in pairwise([0, *edges, len(places)]):
+    for begin, end in pairwise([0, *edges, len(columns)]):
         document = int(documents[begin])
-        start = int(offsets[places[begin]])
+        start = int(offsets[columns[begin]])
         first = start - int(reader.stream.document_starts[document])
-        context = _read(reader.stream, start - min(first, LONGEST_CONTEXT), start)
+        context = _read(reader.stream, start - min(first, MAX_CONTEXT), start)
         ids = _read(reader.stream, start, start + end - begin)
         origin = part.origin("train", document)
         line = lines.line_of(document, start) if lines else None
-        spans = _spans(tokenizer, ids, learned_L[places[begin:end]], context)
+        spans = _spans(tokenizer, ids, is_target_L[columns[begin:end]], context)
         unit = _record_unit(part, origin.file)
-        yield Extract(int(places[begin]), document, first, origin.file, origin.record, unit, line, spans)
+        yield Extract(int(columns[begin]), document, first, origin.file, origin.record, unit, line, spans)
 
 
-def _spans(tokenizer: Tokenizer | None, ids: np.ndarray, learned: np.ndarray, context: np.ndarray) -> list[Span]:
-    """Splits the ids where targets begin or end. `context` holds the ids before them in their document."""
-    edges = (np.flatnonzero(np.diff(learned)) + 1).tolist()
-    spans, before = [], context
+def _spans(tokenizer: Tokenizer | None, ids: np.ndarray, is_target: np.ndarray, context: np.ndarray) -> list[Span]:
+    """Splits ids where targets begin or end. `context` holds the preceding ids of the document."""
+    edges = (np.flatnonzero(np.diff(is_target)) + 1).tolist()
+    spans = []
     for begin, end in pairwise([0, *edges, len(ids)]):
         piece = ids[begin:end]
-        text = None if tokenizer is None else _decode(tokenizer, before[-LONGEST_CONTEXT:], piece)
-        spans.append(Span(bool(learned[begin]), piece.tolist(), text))
-        before = np.concatenate([before, piece])
+        text = None if tokenizer is None else _decode(tokenizer, context[-MAX_CONTEXT:], piece)
+        spans.append(Span(bool(is_target[begin]), piece.tolist(), text))
+        context = np.concatenate([context, piece])
     return spans
 
 
 def _decode(tokenizer: Tokenizer, context: np.ndarray, ids: np.ndarray) -> str:
-    """Decodes ids, with the names of special tokens."""
-    names = tokenizer.names_of_special
-    text, begin = "", 0
+    """Returns the text that ids add to a context, including the names of special tokens."""
+    names = tokenizer.special_names
+    text = ""
+    begin = 0
     for end in [*np.flatnonzero(np.isin(ids, [*names])).tolist(), len(ids)]:
         text += decode_after(tokenizer, np.concatenate([context, ids[:begin]]), ids[begin:end])
         text += names[int(ids[end])] if end < len(ids) else ""
@@ -152,41 +155,42 @@ def _decode(tokenizer: Tokenizer, context: np.ndarray, ids: np.ndarray) -> str:
 
 
 def _record_unit(part: Part, file: str) -> str:
-    """Returns the unit that counts the records of a file."""
+    """Returns what a record of a file is: a file, line, row, document or element."""
     if isinstance(part, PreparedData):
         return _UNITS[kind_of_file(Path(file))]
     return "element" if isinstance(part, GrainData) else "document"
 
 
 class LineCounter:
-    """Finds the line of its document in which a token of a stream begins.
+    """Finds the line of a document in which a token begins.
 
-    It caches the lines counted so far in each document, since many rows of a batch may come from one long text.
+    The counter remembers the lines that it has counted, because many rows of a batch may come from one long text.
     """
 
     def __init__(self, reader: Any, tokenizer: Tokenizer):
         self._reader, self._tokenizer = reader, tokenizer
         self._newlines_of_id: dict[int, int] = {}
         self._positions: dict[int, list[tuple[int, int]]] = {}
-        """For each document, sorted pairs of an offset in the stream and its line."""
+        """For each document: pairs of an offset in the stream and the line there, sorted."""
 
     def line_of(self, document: int, offset: int) -> int:
-        """Returns the line, from 1, of the token at this offset of the stream, which must be in this document."""
+        """Returns the line, from 1, of the token at this offset in the stream, which must be in the document."""
         begin = int(self._reader.stream.document_starts[document])
         positions = self._positions.setdefault(document, [(begin, 1)])
         before, line = positions[bisect(positions, offset, key=lambda entry: entry[0]) - 1]
-        for start in range(before, offset, _READ_AT_ONCE):
-            line += self._newlines(_read(self._reader.stream, start, min(offset, start + _READ_AT_ONCE)))
+        for start in range(before, offset, _TOKENS_PER_READ):
+            line += self._newlines(_read(self._reader.stream, start, min(offset, start + _TOKENS_PER_READ)))
         insort(positions, (offset, line))
         return line
 
     def _newlines(self, ids: np.ndarray) -> int:
-        """Counts the line feeds in these tokens. A line feed is one byte, so each is within one token."""
+        """Returns the number of line feeds in the text of tokens. No token ends within one, because it is one byte."""
         total = 0
-        for number, times in zip(*(array.tolist() for array in np.unique(ids, return_counts=True)), strict=True):
-            if number not in self._newlines_of_id:
-                self._newlines_of_id[number] = self._tokenizer.decode(np.array([number])).count("\n")
-            total += self._newlines_of_id[number] * times
+        unique_ids, counts = np.unique(ids, return_counts=True)
+        for token, occurrences in zip(unique_ids.tolist(), counts.tolist(), strict=True):
+            if token not in self._newlines_of_id:
+                self._newlines_of_id[token] = self._tokenizer.decode(np.array([token])).count("\n")
+            total += self._newlines_of_id[token] * occurrences
         return total
 
 
@@ -198,7 +202,7 @@ def _read(stream: Any, begin: int, end: int) -> np.ndarray:
 
 
 def to_json(row: Row) -> dict[str, Any]:
-    """Converts a row to JSON values, with the field names of `Row`, `Extract` and `Span`."""
+    """Converts a row to values for JSON, under the field names of `Row`, `Extract` and `Span`."""
     extracts = [
         extract._asdict() | {"tokens": extract.tokens, "spans": [span._asdict() for span in extract.spans]}
         for extract in row.extracts

@@ -1,10 +1,11 @@
-"""Batches as a pure function of (data config with its skip list, seed, branch points, step), without iterator state.
+"""Makes batches as a pure function of (data config with its skip list, seed, branch points, step), without iterator
+state.
 
-Shapes: G rows of a global batch, R of them of this process, L length.
+Shapes: G rows of a global batch, R rows of it that this process reads, L length.
 
-Row r of step s is row number s · G + r of the run; a branch continues from the row where its origin stopped. `order.py`
-maps it to a source and a row of that source, and `rows.py` reads that row. The batch does not depend on which rows a
-process reads, or with how many threads.
+Row r of step s has the number s · G + r in the run; a branch continues from the row where its origin stopped.
+`order.py` maps the number to a source and a row of that source, and `rows.py` reads that row. The batch does not depend
+on which rows a process reads, or on the number of threads that read them.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,24 +26,29 @@ from jaxmnt.errors import ConfigError
 
 _ENDLESS = 2**62
 
-_SAMPLED_ROWS, _SAMPLED_ROWS_OF_DATASET = 1024, 64
-"""Rows whose masks are read at the start: of prepared data, and of a user's dataset, which may be slow."""
-_ROWS_OF_A_READ = 64
+_SAMPLED_STORED_ROWS = 1024
+"""Number of rows of prepared data whose target masks are read at the start."""
+_SAMPLED_DATASET_ROWS = 64
+"""Number of rows of a user's dataset, which may be slow, whose target masks are read at the start."""
+_ROWS_PER_READ = 64
 
 RowReader = Windows | Packed | DatasetRows
 """Readers with the interface that `Windows` documents."""
 
 
 class WithoutTargets(NamedTuple):
-    """Counts the rows of a source without a target, among those that were read."""
+    """Counts the rows of a source that have no target."""
 
     rows: int
+    """Number of rows without a target among those that were read."""
     read: int
+    """Number of rows that were read."""
     is_sample: bool
     """True if the source has more rows than were read."""
 
     @property
     def share(self) -> float:
+        """The share of the rows that have no target."""
         return self.rows / self.read
 
 
@@ -50,12 +56,12 @@ class TrainingData:
     """The batches of a run, by step."""
 
     def __init__(self, config: Config, sources: Sources, branches: Sequence[BranchPoint] | None = ()):
-        """`branches` lists where the run branched off; None if that is unknown until `branch_at` is called."""
+        """`branches` lists the points where the run branched off, or is None until `branch_at` sets them."""
         self._config = config
         self.readers = {name: _reader(part, "train", config.data) for name, part in sources.parts.items()}
         self.names = list(self.readers)
         self._rows = {name: reader.rows for name, reader in self.readers.items()}
-        """Rows per epoch of each source."""
+        """Number of rows per epoch of each source."""
         check_shares(self.names, phases(config.data))
         for name, count in self._rows.items():
             if not count:
@@ -69,12 +75,13 @@ class TrainingData:
             _check_enough_rows(self.order, self._rows, config)
 
     def branch_at(self, branches: Sequence[BranchPoint]) -> None:
-        """Sets where the run branched off. Raises `ConfigError` if the sources have too few rows from there on."""
+        """Sets the points where the run branched off. Raises `ConfigError` if the sources have too few rows after
+        them."""
         self.order = order_of(self._config, self._rows, branches)
         _check_enough_rows(self.order, self._rows, self._config)
 
     def batch(self, step: int, rows: Sequence[int] | np.ndarray) -> Rows:
-        """Returns these rows (of 0 … G-1) of the batch of `step` (0 is the first)."""
+        """Returns these rows (of 0 … G-1) of the batch of `step` (from 0)."""
         located = self.order.locate(step, rows)
         if len(self.names) == 1:
             return self.readers[self.names[0]].read(located.row)
@@ -82,41 +89,41 @@ class TrainingData:
 
     @property
     def index_bytes(self) -> int:
-        """Host memory of plans and document boundaries, in bytes."""
+        """Host memory of packing plans and document boundaries, in bytes."""
         return sum(reader.index_bytes for reader in self.readers.values())
 
     def without_targets(self) -> dict[str, WithoutTargets]:
         """Counts the rows without a target in each source that has a target mask.
 
-        Large sources are sampled, with the same rows each time, because their masks have a byte per token.
+        Only a sample of a large source is counted, always the same rows, because a mask has a byte per token.
         """
         return {name: _without_targets(reader) for name, reader in self.readers.items() if reader.has_mask}
 
     def empty_batches(self, without: dict[str, WithoutTargets]) -> float:
-        """Estimates the share of batches without a target, as if rows were drawn independently. If the weights of the
-        mixture change, the estimate is for the first phase."""
+        """Estimates the share of batches without a target, assuming that rows are drawn independently. If the weights
+        of the sources change during the run, the estimate is for the first phase."""
         settings = self._config.data
         shares = zip(self.names, block_shares(phases(settings)[0].weights).tolist(), strict=True)
         share_of_rows = sum(share / BLOCK * without[name].share for name, share in shares if name in without)
         return share_of_rows**settings.global_batch_size
 
     def _merge(self, located: Located) -> Rows:
-        """Reads the rows of each source at once, and puts them in the order of the batch."""
-        merged = {}
+        """Reads all rows of a source together, and puts the rows of all sources into the order of the batch."""
+        batch = {}
         for number, name in enumerate(self.names):
-            places = np.flatnonzero(located.source == number)
-            if not len(places):
+            rows_in_batch = np.flatnonzero(located.source == number)
+            if not len(rows_in_batch):
                 continue
-            part = self.readers[name].read(located.row[places])
-            for field, values in part.items():
-                if field not in merged:
-                    merged[field] = np.empty((len(located.source), *values.shape[1:]), values.dtype)
-                merged[field][places] = values
-        return merged
+            rows_of_source = self.readers[name].read(located.row[rows_in_batch])
+            for field, array in rows_of_source.items():
+                if field not in batch:
+                    batch[field] = np.empty((len(located.source), *array.shape[1:]), array.dtype)
+                batch[field][rows_in_batch] = array
+        return batch
 
 
 def order_of(config: Config, rows: Mapping[str, int], branches: Sequence[BranchPoint] = ()) -> Order:
-    """Returns the order of rows for a config whose sources have `rows[name]` rows per epoch."""
+    """Returns the global order of rows for a config whose sources have `rows[name]` rows per epoch."""
     settings = config.data
     return Order(
         rows,
@@ -131,18 +138,18 @@ def order_of(config: Config, rows: Mapping[str, int], branches: Sequence[BranchP
 
 def _without_targets(reader: RowReader) -> WithoutTargets:
     is_stored = isinstance(getattr(reader, "stream", None), StoredTokens)
-    limit = _SAMPLED_ROWS if is_stored else _SAMPLED_ROWS_OF_DATASET
+    limit = _SAMPLED_STORED_ROWS if is_stored else _SAMPLED_DATASET_ROWS
     is_sample = reader.rows > limit
     if is_sample:
         # The seed is fixed, so that every start reports the same numbers.
         rows = np.unique(np.random.Generator(np.random.Philox(key=0)).integers(0, reader.rows, limit))
     else:
         rows = np.arange(reader.rows)
-    empty = 0
-    for first in range(0, len(rows), _ROWS_OF_A_READ):
-        weights = reader.read(rows[first : first + _ROWS_OF_A_READ])["weights"]
-        empty += int((weights == 0).all(axis=1).sum())
-    return WithoutTargets(empty, len(rows), is_sample)
+    rows_without_targets = 0
+    for first in range(0, len(rows), _ROWS_PER_READ):
+        weights = reader.read(rows[first : first + _ROWS_PER_READ])["weights"]
+        rows_without_targets += int((weights == 0).all(axis=1).sum())
+    return WithoutTargets(rows_without_targets, len(rows), is_sample)
 
 
 def skipped_ranges(settings: Data) -> list[tuple[int, int]]:
@@ -153,7 +160,8 @@ def skipped_ranges(settings: Data) -> list[tuple[int, int]]:
 def training_rows(
     data: TrainingData, rows: Sequence[int], start_step: int, *, prefetch: int, threads: int
 ) -> Iterator[Rows]:
-    """Returns an endless iterator over the given rows of each batch from `start_step` (0 is the first), read ahead."""
+    """Returns an endless iterator over these rows of each batch, beginning with `start_step` (from 0). It reads
+    ahead."""
     row_numbers = np.asarray(rows, np.int64)
     dataset = grain.MapDataset.range(_ENDLESS).map(lambda step: data.batch(int(step), row_numbers))
     iterator = _read_ahead(dataset, prefetch, threads)
@@ -162,10 +170,11 @@ def training_rows(
 
 
 class RowSource:
-    """Single rows of a run, some of each global batch, as a Grain random-access source.
+    """A Grain random-access source of single rows of a run. It has the rows `rows` of each global batch.
 
-    Item *i* is row `rows[i % R]` of the batch of step `i // R` (0 is the run's own first), where R is the length of
-    `rows`, as a dict of arrays [L] by the names of `fields.batch_fields`. Repeated reads give the same row.
+    Element *i* is row `rows[i % R]` of the batch of step `i // R`, counted from the run's own first step, where R is
+    the length of `rows`. It is a dict of arrays [L] by the names of `fields.batch_fields`. Repeated reads give the same
+    row.
     """
 
     def __init__(self, data: TrainingData, rows: Sequence[int], steps: int):
@@ -176,18 +185,19 @@ class RowSource:
         return self._steps * len(self._rows)
 
     def __getitem__(self, index: SupportsIndex) -> Rows:
-        step, place = divmod(index.__index__(), len(self._rows))
-        step += self._data.order.first_step
-        return {field: values[0] for field, values in self._data.batch(step, self._rows[place : place + 1]).items()}
+        steps_before, number = divmod(index.__index__(), len(self._rows))
+        step = self._data.order.first_step + steps_before
+        batch_of_one_row = self._data.batch(step, self._rows[number : number + 1])
+        return {field: array[0] for field, array in batch_of_one_row.items()}
 
     def __repr__(self) -> str:
         return f"RowSource({len(self._rows)} rows of each of {self._steps} steps)"
 
 
 class EvaluationData:
-    """The held-out rows of one source, each once and in order: all of them, or as many as `limit_rows` sets.
+    """The held-out rows of one source, in order and each once: all rows, or as many as `limit_rows` sets.
 
-    The last batch is padded with rows without targets.
+    The last batch is padded with rows that have no targets.
     """
 
     def __init__(self, config: Config, part: Any, split: str = "eval"):
@@ -198,17 +208,17 @@ class EvaluationData:
         """Mean UTF-8 bytes of text per target over the whole split; None if unknown."""
 
     def limit_rows(self, count: int) -> None:
-        """Limits evaluation to `count` rows, evenly spaced over the split and the same each time."""
+        """Limits evaluation to `count` rows, which are spaced evenly over the split and always the same."""
         self.row_count = min(count, self._reader.all_rows)
 
     def batches(self, rows: Sequence[int], global_rows: int, *, prefetch: int, threads: int) -> Iterator[Rows]:
-        """Yields the given rows of each batch of `global_rows` rows."""
-        count = -(-self.row_count // global_rows)
+        """Returns an iterator over these rows of each batch of `global_rows` rows. It reads ahead."""
+        batch_count = -(-self.row_count // global_rows)
         read = lambda batch: self._reader.read([self._row(int(batch) * global_rows + row) for row in rows])
-        return _read_ahead(grain.MapDataset.range(count).map(read), prefetch, threads)
+        return _read_ahead(grain.MapDataset.range(batch_count).map(read), prefetch, threads)
 
     def _row(self, index: int) -> int:
-        """Returns the number in the split of the row at `index` among the rows to read; past the end for padding."""
+        """Returns the row of the split that is number `index` of the rows to read; a row past the end is padding."""
         all_rows = self._reader.all_rows
         return index * all_rows // self.row_count if index < self.row_count else all_rows + index
 
@@ -223,14 +233,15 @@ def _reader(part: Any, split: str, settings: Any) -> RowReader:
         return DatasetRows(part.elements[split], settings)
     if settings.fields:
         raise ConfigError(
-            f"data.fields: {part.path} does not give {', '.join(sorted(settings.fields))}; only Grain datasets of rows "
-            "do (grain.elements: rows)"
+            f"data.fields: {part.path} does not provide {', '.join(sorted(settings.fields))}; only Grain datasets of "
+            "rows do (grain.elements: rows)"
         )
     return make_reader(part.stream(split), settings.rows, settings.sequence_length, settings.document_mask)
 
 
 def _check_enough_rows(order: Order, rows: dict[str, int], config: Config) -> None:
-    """Raises `ConfigError` if a batch exceeds an epoch of a source, or a source that must not repeat ends early."""
+    """Raises `ConfigError` if a batch needs more rows of a source than an epoch has, or if a source that must not
+    repeat ends before the run."""
     settings, steps = config.data, config.train.steps
     shares = np.max([block_shares(phase.weights) for phase in phases(settings)], axis=0)
     for (name, count), share in zip(rows.items(), shares.tolist(), strict=True):

@@ -1,8 +1,8 @@
 """Renders a conversation with a tokenizer's own chat template, in a child process.
 
 A template is untrusted code. It runs in Jinja's sandbox, which denies access to Python objects, and in a child process
-with limits on memory and time: python -m jaxmnt.data.chat_template reads the template and its variables as JSON from
-standard input and writes the text to standard output.
+with limits on memory and time. The child, python -m jaxmnt.data.chat_template, reads the template and its variables as
+JSON from standard input, and writes the text to standard output.
 """
 
 import datetime
@@ -18,26 +18,29 @@ from jaxmnt.errors import ConfigError, how_to_install, printable
 Message = Mapping[str, Any]
 
 TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
-"""Files of a model that may hold its chat template; the first that has one is used."""
+"""Files of a model that may hold its chat template. The first file that has one is used."""
 
-_SECONDS = 10
-_MEMORY_BYTES = 1 << 30
-_LONGEST_TEXT = 16 << 20
-_REFUSED = 3
+_RENDER_TIMEOUT_SECONDS = 10
+_MAX_MEMORY_BYTES = 1 << 30
+_MAX_TEXT_BYTES = 16 << 20
+_ERROR_EXIT_CODE = 3
+"""Exit code of a child process that has written the reason for its failure to stderr."""
 
 
 def chat_template(files: Mapping[str, bytes]) -> str | None:
-    """Returns the template among the files that came with a model, or None. Raises `ConfigError` for a file that cannot
-    be read."""
-    plain, *objects = TEMPLATE_FILES
-    if plain in files:
+    """Returns the chat template in the files that came with a model, or None if there is none.
+
+    Raises `ConfigError` for a file with invalid contents.
+    """
+    jinja_file, *json_files = TEMPLATE_FILES
+    if jinja_file in files:
         try:
-            return files[plain].decode()
+            return files[jinja_file].decode()
         except UnicodeDecodeError as error:
             raise ConfigError(f"--chat: chat_template.jinja is not UTF-8: {error}; copy it again") from error
-    for name in objects:
+    for name in json_files:
         template = object_in(files, name).get("chat_template")
-        if isinstance(template, list):  # several templates with names
+        if isinstance(template, list):  # several named templates
             templates = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
             template = templates.get("default")
         if isinstance(template, str):
@@ -46,19 +49,20 @@ def chat_template(files: Mapping[str, bytes]) -> str | None:
 
 
 def special_tokens(files: Mapping[str, bytes]) -> dict[str, str]:
-    """Returns the special tokens that templates refer to by name, such as bos_token."""
+    """Returns the special tokens to which templates refer by a name such as bos_token."""
     config = object_in(files, "special_tokens_map.json") | object_in(files, "tokenizer_config.json")
     tokens = {}
     for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
-        value = config.get(name)
-        value = value.get("content") if isinstance(value, dict) else value
-        if isinstance(value, str):
-            tokens[name] = value
+        token = config.get(name)
+        if isinstance(token, dict):
+            token = token.get("content")
+        if isinstance(token, str):
+            tokens[name] = token
     return tokens
 
 
 def object_in(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
-    """Returns the JSON object in one of the files that came with a model; empty if the file is missing.
+    """Returns the JSON object in one of the files that came with a model; an empty object if the file is missing.
 
     Raises `ConfigError` for a file that is not a JSON object.
     """
@@ -74,7 +78,7 @@ def object_in(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
 def reads(template: str, variable: str) -> bool:
     """Returns True if the name of a variable occurs in the code of a template.
 
-    Also returns True if the template cannot be parsed; `render` then reports the error.
+    Also returns True if the template cannot be parsed, because `render` then reports the error.
     """
     try:
         from jinja2 import TemplateSyntaxError
@@ -90,10 +94,11 @@ def reads(template: str, variable: str) -> bool:
 
 
 def render(template: str, messages: Sequence[Message], variables: Mapping[str, Any], begins_turn: bool = True) -> str:
-    """Returns the text of a conversation, up to where the model's turn begins (or to its end, without `begins_turn`).
+    """Returns the text of a conversation. With `begins_turn`, the text ends with the beginning of the model's next
+    turn.
 
-    `variables` holds the template's other variables: special tokens, tools, and any that the user sets.
-    Raises `ConfigError` for an invalid template, and for one that raises or exceeds the limits on time and memory.
+    `variables` holds the other variables of the template: special tokens, tools, and any that the user sets.
+    Raises `ConfigError` if the template is invalid, raises an error, or exceeds the limits on time and memory.
     """
     all_variables = {
         "tools": None, "documents": None, **variables,
@@ -102,32 +107,34 @@ def render(template: str, messages: Sequence[Message], variables: Mapping[str, A
     try:
         child = subprocess.run(
             [sys.executable, "-m", __name__], input=json.dumps([template, all_variables]).encode(), capture_output=True,
-            timeout=_SECONDS, check=False,
+            timeout=_RENDER_TIMEOUT_SECONDS, check=False,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         raise ConfigError(
-            f"--chat: the chat template did not finish within {_SECONDS} s and may never end; use another one"
+            f"--chat: the chat template did not finish within {_RENDER_TIMEOUT_SECONDS} s and may never end; use "
+            "another one"
         ) from None
     if child.returncode == 0:
         return child.stdout.decode()
     lines = child.stderr.decode(errors="replace").strip().splitlines()
-    why = lines[-1] if child.returncode == _REFUSED and lines else "it took too much memory or time"
+    reported_error = child.returncode == _ERROR_EXIT_CODE and lines
+    why = lines[-1] if reported_error else "it took too much memory or time"
     raise ConfigError(f"--chat: the chat template cannot render this conversation: {printable(why[:300])}")
 
 
 def _render_from_stdin() -> None:
-    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
-    resource.setrlimit(resource.RLIMIT_CPU, (_SECONDS, _SECONDS))
+    resource.setrlimit(resource.RLIMIT_AS, (_MAX_MEMORY_BYTES, _MAX_MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_CPU, (_RENDER_TIMEOUT_SECONDS, _RENDER_TIMEOUT_SECONDS))
     try:
         from jinja2.exceptions import TemplateError
         from jinja2.ext import Extension, loopcontrols
         from jinja2.sandbox import ImmutableSandboxedEnvironment
     except ImportError:
-        _refuse(f"this needs the jinja2 library; {how_to_install('data')}")
+        _exit_with_error(f"this needs the jinja2 library; {how_to_install('data')}")
     template, variables = json.loads(sys.stdin.buffer.read())
 
     class Generation(Extension):
-        """Renders the contents of {% generation %}, which marks the model's own turns for training."""
+        """Renders the contents of {% generation %} blocks, which mark the model's own turns for training."""
 
         tags = frozenset({"generation"})
 
@@ -147,15 +154,15 @@ def _render_from_stdin() -> None:
     try:
         content = environment.from_string(template).render(variables).encode()
     except Exception as error:  # a template may raise anything
-        _refuse(f"{type(error).__name__}: {error}")
-    if len(content) > _LONGEST_TEXT:
-        _refuse(f"it made {len(content)} bytes")
+        _exit_with_error(f"{type(error).__name__}: {error}")
+    if len(content) > _MAX_TEXT_BYTES:
+        _exit_with_error(f"its text has {len(content)} bytes, but at most {_MAX_TEXT_BYTES} are allowed")
     sys.stdout.buffer.write(content)
 
 
-def _refuse(why: str) -> NoReturn:
+def _exit_with_error(why: str) -> NoReturn:
     print(" ".join(why.split()), file=sys.stderr)
-    sys.exit(_REFUSED)
+    sys.exit(_ERROR_EXIT_CODE)
 
 
 if __name__ == "__main__":

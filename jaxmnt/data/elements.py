@@ -1,6 +1,6 @@
-"""Reads and checks the elements of a user's own `grain.MapDataset`: documents, or whole rows.
+"""Reads and checks the elements of a user's own `grain.MapDataset`, which are documents or complete rows.
 
-Shapes: L tokens of a row, n of a document.
+Shapes: L tokens of a row, n tokens of a document.
 
 An element is a mapping. A document has `tokens` (integers [n]) and optionally `weights` ([n], 0 where a token is not a
 target). A row has `tokens` and `targets` (integers [L]), the fields of `data.fields`, and optionally `weights`,
@@ -27,13 +27,16 @@ if TYPE_CHECKING:
     import grain
 
 _INDEX_THREADS = 16
-_INDEX_AHEAD = 256
-_CACHED_TOKENS = 2**22
+_INDEX_PREFETCH = 256
+"""Threads that read elements for an index, and number of elements that they read ahead."""
+_MAX_CACHED_TOKENS = 2**22
+"""Maximum number of tokens in the cache of documents, unless one document has more."""
+
 INDEX_COLUMNS = 3
-"""Columns of the index that `measure_elements` returns."""
+"""Number of columns of the index that `measure_elements` returns."""
 
 CHANGED_MESSAGE = (
-    "is not what it was when the run indexed its documents; a dataset must give the same each time it is read: make it "
+    "is not what it was when the run indexed its documents; a dataset must return the same element each time: make it "
     "deterministic, or choose another run.dir for another dataset"
 )
 
@@ -41,12 +44,12 @@ _DOCUMENT_FIELDS = ("tokens", "weights")
 _OPTIONAL_FIELDS = ("weights", "segments", "positions")
 
 Element = dict[str, np.ndarray]
-"""Fields of an element: integers as int32, weights as float32, all of the same length."""
+"""Fields of an element by name: integers as int32, numbers and weights as float32, all of the same length."""
 
 
 @dataclass(frozen=True)
 class Elements:
-    """The elements of a dataset, as validated arrays. Thread-safe, as Grain's own reading is."""
+    """Reads the elements of a dataset as validated arrays. Thread-safe, because reading from Grain is."""
 
     dataset: "grain.MapDataset[Any]"
     key: str
@@ -65,8 +68,8 @@ class Elements:
     def read(self, number: int) -> Element | None:
         """Returns an element, or None for a document that is left out.
 
-        Raises `ConfigError` for one that cannot be trained on, and `UnreadableError` where the user's code fails, which
-        may be temporary.
+        Raises `ConfigError` for an element that cannot be trained on, and `UnreadableError` if the user's code fails,
+        because that may be temporary.
         """
         try:
             raw = self.dataset[number]
@@ -75,20 +78,22 @@ class Elements:
                 f"{self._describe(number)} cannot be read: {printable(summary(error))}; correct the dataset, or make "
                 "the files that it reads available"
             ) from error
-        rows = self.kind == "rows"
-        if raw is None and not rows:
+        has_rows = self.kind == "rows"
+        if raw is None and not has_rows:
             return None
         if raw is None:
-            raise self.error_at(number, "is None, as where a filter removes an element; give a dataset without holes")
-        fields = [field for field in self.fields if rows or field.name in _DOCUMENT_FIELDS]
-        needed = [field.name for field in fields if field.name not in _OPTIONAL_FIELDS]
-        if not isinstance(raw, Mapping) or any(name not in raw for name in needed):
-            shown = f"a value of type {type(raw).__name__}"
+            raise self.error_at(
+                number, "is None, as if a filter had removed an element; give a dataset without removed elements"
+            )
+        fields = [field for field in self.fields if has_rows or field.name in _DOCUMENT_FIELDS]
+        required = [field.name for field in fields if field.name not in _OPTIONAL_FIELDS]
+        if not isinstance(raw, Mapping) or any(name not in raw for name in required):
+            actual = f"a value of type {type(raw).__name__}"
             if isinstance(raw, Mapping):
-                shown = f"the fields {sorted(map(str, raw))}"
+                actual = f"the fields {sorted(map(str, raw))}"
             raise self.error_at(
                 number,
-                f"is not a mapping with {' and '.join(needed)}, but {printable(shown)}; add a map() that makes one",
+                f"is not a mapping with {' and '.join(required)}, but {printable(actual)}; return one by a map()",
             )
         present = [field for field in fields if raw.get(field.name) is not None]
         element = {field.name: self._array(number, field, raw[field.name]) for field in present}
@@ -98,7 +103,7 @@ class Elements:
                 f"has {len(element['tokens'])} tokens and {len(element[different[0]])} {different[0]}; "
                 "give as many of each",
             )
-        return element if len(element["tokens"]) or rows else None
+        return element if len(element["tokens"]) or has_rows else None
 
     def error_at(self, number: int, problem: str) -> ConfigError:
         """Returns the error for an element of the dataset that cannot be used."""
@@ -114,7 +119,8 @@ class Elements:
             array = np.asarray(value)
         except Exception as error:  # NumPy may raise any exception for a value that is not an array
             raise self.error_at(
-                number, f"has {name} that are not an array ({printable(summary(error))}); give a vector of numbers"
+                number,
+                f"has {name} that are not an array ({printable(summary(error))}); give a vector of numbers",
             ) from error
         if name == "weights":
             if array.ndim != 1 or array.dtype.kind not in "biuf" or not np.isin(array, (0, 1)).all():
@@ -126,41 +132,43 @@ class Elements:
             return array.astype(np.float32)
         if array.ndim != 1 or (array.dtype.kind not in "iu" and array.size):
             raise self.error_at(
-                number, f"has {name} of type {array.dtype} and shape {list(array.shape)}; give a vector of integers"
+                number,
+                f"has {name} of type {array.dtype} and shape {list(array.shape)}; give a vector of integers",
             )
-        limit = self.vocab_size if name in ("tokens", "targets") else 2**31
-        least = 0 if field in FIELDS else -(2**31)
-        if array.size and not least <= int(array.min()) <= int(array.max()) < limit:
-            invalid = array[(array < least) | (array >= limit)][0]
+        minimum = 0 if field in FIELDS else -(2**31)
+        maximum = (self.vocab_size if name in ("tokens", "targets") else 2**31) - 1
+        if array.size and not minimum <= int(array.min()) <= int(array.max()) <= maximum:
+            invalid = array[(array < minimum) | (array > maximum)][0]
             raise self.error_at(
-                number, f"has {invalid} among its {name}, which must be from {least} to {limit - 1}; correct it"
+                number, f"has {invalid} among its {name}, which must be from {minimum} to {maximum}; correct it"
             )
         return array.astype(np.int32)
 
 
 class DocumentStream(TokenStream):
-    """The documents of a dataset as one stream of tokens. The most recently read documents are cached."""
+    """The documents of a dataset, as one stream of tokens. The documents that were read last are cached."""
 
-    def __init__(self, elements: Elements, index: np.ndarray, end: int | None):
+    def __init__(self, elements: Elements, index: np.ndarray, end_id: int | None):
         """`index` is the array that `measure_elements` returns."""
         self._elements, self._index = elements, index
         self._numbers = np.flatnonzero(index[:, 0])
         lengths = index[self._numbers, 0].astype(np.int64)
         starts = np.cumsum(lengths) - lengths
-        super().__init__(lambda: starts, end)
-        self.tokens, self.has_learn_mask = int(lengths.sum()), bool(index[:, 2].any())
+        super().__init__(lambda: starts, end_id)
+        self.tokens = int(lengths.sum())
+        self.has_learn_mask = bool(index[:, 2].any())
         self._cache = _DocumentCache(self._read_document)
 
     def read_all(self, starts: np.ndarray, outs: Sequence[np.ndarray], field: str = "tokens") -> None:
         documents = self.documents(starts)
-        within = starts - self.document_starts[documents]
-        for out, document, first in zip(outs, documents.tolist(), within.tolist(), strict=True):
-            done = 0
-            while done < len(out):
-                piece = self._cache.get(document)[field][first : first + len(out) - done]
-                out[done : done + len(piece)] = piece
-                done += len(piece)
-                # The stretch continues at the start of the next document.
+        offsets = starts - self.document_starts[documents]
+        for out, document, first in zip(outs, documents.tolist(), offsets.tolist(), strict=True):
+            copied = 0
+            while copied < len(out):
+                piece = self._cache.get(document)[field][first : first + len(out) - copied]
+                out[copied : copied + len(piece)] = piece
+                copied += len(piece)
+                # The range continues at the start of the next document.
                 document += 1
                 first = 0
 
@@ -173,29 +181,31 @@ class DocumentStream(TokenStream):
 
     @property
     def index_bytes(self) -> int:
-        """Host memory of the index and the cached documents, in bytes."""
-        cached = 2 * 4 * min(_CACHED_TOKENS, self.tokens)
-        return self._index.nbytes + self._numbers.nbytes + self.document_starts.nbytes + cached
+        """Host memory of the index and the full cache of documents, in bytes."""
+        cache_bytes = 2 * 4 * min(_MAX_CACHED_TOKENS, self.tokens)  # tokens and weights have 4 bytes each
+        return self._index.nbytes + self._numbers.nbytes + self.document_starts.nbytes + cache_bytes
 
 
 class DatasetRows:
-    """The rows of a Grain dataset of rows. Has the interface that `rows.Windows` documents, except for streams."""
+    """Reads the rows of a Grain dataset of rows. Has the interface that `rows.Windows` documents, but no stream."""
 
-    fill, index_bytes, has_mask = 1.0, 0, True
+    fill = 1.0
+    index_bytes = 0
+    has_mask = True
 
     def __init__(self, elements: Elements, settings: Data):
         self._elements = elements
         self._length = settings.sequence_length
-        self._keeps_apart = settings.keeps_documents_apart
+        self._keeps_documents_apart = settings.keeps_documents_apart
         self.rows = self.all_rows = len(elements)
-        self._places = np.arange(self._length, dtype=np.int32)
+        self._positions = np.arange(self._length, dtype=np.int32)
         self._fillers = {
             field.name: np.full(self._length, field.filler, field.dtype) for field in batch_fields(settings)
         }
-        # By default a row is one document in which every token is a target.
+        # By default a row counts as one document, in which every token is a target.
         ones = {name: np.ones_like(self._fillers[name]) for name in ("weights", "segments")}
-        self._defaults = ones | {"positions": self._places}
-        self._row(0)  # report errors before the step is compiled
+        self._defaults = ones | {"positions": self._positions}
+        self._row(0)  # to report errors before the step is compiled
 
     def read(self, rows: Sequence[int] | np.ndarray) -> Rows:
         elements = [self._row(int(number)) for number in rows]
@@ -213,15 +223,15 @@ class DatasetRows:
     def _check(self, number: int, row: Element) -> None:
         if len(row["tokens"]) != self._length:
             raise self._elements.error_at(
-                number, f"has {len(row['tokens'])} tokens, and data.sequence_length is {self._length}; make them equal"
+                number, f"has {len(row['tokens'])} tokens, but data.sequence_length is {self._length}; make them equal"
             )
         segments = row["segments"]
-        if not self._keeps_apart and (segments.max() > 1 or (row["positions"] != self._places).any()):
+        if not self._keeps_documents_apart and (segments.max() > 1 or (row["positions"] != self._positions).any()):
             raise self._elements.error_at(
                 number,
                 "keeps documents apart by segments and positions; set data.document_mask: true, or leave these out",
             )
-        if self._keeps_apart and np.count_nonzero(np.diff(segments)) + 1 > len(np.unique(segments)):
+        if self._keeps_documents_apart and np.count_nonzero(np.diff(segments)) + 1 > len(np.unique(segments)):
             raise self._elements.error_at(
                 number, "has a segment in several places; the tokens of a document must be contiguous"
             )
@@ -233,7 +243,7 @@ class DatasetRows:
 
 
 class _DocumentCache:
-    """A least-recently-used cache of documents, bounded by their number of tokens."""
+    """A least-recently-used cache of documents, limited by their number of tokens."""
 
     def __init__(self, read: Callable[[int], Element]):
         self._read = read
@@ -246,53 +256,59 @@ class _DocumentCache:
             if document in self._documents:
                 self._documents.move_to_end(document)
                 return self._documents[document]
-        element = self._read(document)  # outside the lock: two threads may read the same document, which is harmless
+        # Two threads may read the same document here, which is harmless, so this needs no lock.
+        element = self._read(document)
         with self._lock:
             if document not in self._documents:
                 self._documents[document] = element
                 self._tokens += len(element["tokens"])
-            while self._tokens > _CACHED_TOKENS and len(self._documents) > 1:
-                self._tokens -= len(self._documents.popitem(last=False)[1]["tokens"])
+            while self._tokens > _MAX_CACHED_TOKENS and len(self._documents) > 1:
+                _, removed = self._documents.popitem(last=False)
+                self._tokens -= len(removed["tokens"])
         return element
 
 
-def document_of(elements: Elements, number: int, end: int | None) -> Element | None:
-    """Returns the tokens and weights of a document, or None if it is left out. Weights default to 1.
+def document_of(elements: Elements, number: int, end_id: int | None) -> Element | None:
+    """Returns the tokens and weights of a document, or None if the document is left out. Weights default to 1.
 
-    A missing end of document is added, with the weight of the last token.
+    If the document does not end with `end_id`, that is appended with the weight of the last token.
     """
     element = elements.read(number)
     if element is None:
         return None
     tokens = element["tokens"]
     weights = element.get("weights", np.ones(len(tokens), np.float32))
-    if end is not None and tokens[-1] != end:
-        tokens, weights = np.append(tokens, np.int32(end)), np.append(weights, weights[-1])
+    if end_id is not None and tokens[-1] != end_id:
+        tokens = np.append(tokens, np.int32(end_id))
+        weights = np.append(weights, weights[-1])
     return {"tokens": tokens, "weights": weights}
 
 
 def fingerprint(document: Element) -> tuple[int, int, int]:
-    """Returns the length, a checksum, and 1 if any weight is 0, else 0."""
-    check = zlib.crc32(document["tokens"].astype("<i4").tobytes())
+    """Returns a document's length, its CRC-32 checksum, and 1 if any of its weights is 0, or else 0."""
+    checksum_of_tokens = zlib.crc32(document["tokens"].astype("<i4").tobytes())
     weights = document["weights"].astype(np.uint8)
-    return len(document["tokens"]), zlib.crc32(weights.tobytes(), check), int(not weights.all())
+    return len(document["tokens"]), zlib.crc32(weights.tobytes(), checksum_of_tokens), int(not weights.all())
 
 
-def measure_elements(elements: Elements, end: int | None, progress: Callable[[str], None]) -> np.ndarray:
-    """Reads every element. Returns "<u4" [elements, 3]: the fingerprint of each document, and 0 for rows and for
-    documents that are left out."""
+def measure_elements(elements: Elements, end_id: int | None, progress: Callable[[str], None]) -> np.ndarray:
+    """Reads every element, and returns an index of dtype "<u4" [elements, 3].
+
+    It holds the fingerprint of each document, and zeros for rows and for documents that are left out.
+    """
     import grain
 
     def measure(number: int) -> tuple[int, int, int]:
         if elements.kind == "rows":
             elements.read(int(number))
             return 0, 0, 0
-        document = document_of(elements, int(number), end)
+        document = document_of(elements, int(number), end_id)
         return (0, 0, 0) if document is None else fingerprint(document)
 
-    options = grain.ReadOptions(num_threads=_INDEX_THREADS, prefetch_buffer_size=_INDEX_AHEAD)
+    options = grain.ReadOptions(num_threads=_INDEX_THREADS, prefetch_buffer_size=_INDEX_PREFETCH)
     index = np.zeros((len(elements), INDEX_COLUMNS), "<u4")
-    for number, entry in enumerate(grain.MapDataset.range(len(elements)).map(measure).to_iter_dataset(options)):
+    fingerprints = grain.MapDataset.range(len(elements)).map(measure).to_iter_dataset(options)
+    for number, entry in enumerate(fingerprints):
         index[number] = entry
         if number % 1000 == 0:
             progress(f"{elements.path}, element {number:,} of {len(elements):,}")

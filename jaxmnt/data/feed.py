@@ -1,4 +1,4 @@
-"""Copies this process's rows into global arrays on the devices, one batch ahead of the step."""
+"""Copies the rows that this process reads into global arrays on the devices, one batch ahead of the step."""
 
 import time
 from collections.abc import Iterator
@@ -15,9 +15,9 @@ Batch = dict[str, Array]
 
 
 def process_rows(sharding: NamedSharding, global_rows: int, length: int) -> list[int]:
-    """Returns the global rows that this process's devices hold, in order.
+    """Returns the rows of the global batch that the devices of this process hold, in increasing order.
 
-    They depend on the sharding, not on the process index: several processes may share a batch shard.
+    The rows depend on the sharding, not on the index of the process, because several processes may share a batch shard.
     """
     index_map = sharding.addressable_devices_indices_map((global_rows, length))
     rows: set[int] = set()
@@ -28,7 +28,8 @@ def process_rows(sharding: NamedSharding, global_rows: int, length: int) -> list
 
 
 def to_devices(local: Rows, rows: list[int], global_rows: int, sharding: NamedSharding) -> Batch:
-    """Returns global arrays [global_rows, L]; this process contributes `rows`. Copies overlap with computation."""
+    """Returns global arrays [global_rows, L], to which this process contributes `rows`. The copies overlap with
+    computation."""
     local_index = {row: index for index, row in enumerate(rows)}
 
     def global_array(array: np.ndarray) -> Array:
@@ -44,7 +45,7 @@ def to_devices(local: Rows, rows: list[int], global_rows: int, sharding: NamedSh
 
 
 class Feed:
-    """Returns batches whose copy to the devices has already started, and measures the time spent waiting for input."""
+    """Returns batches whose copies to the devices have already begun, and measures the time spent waiting for input."""
 
     def __init__(
         self,
@@ -59,7 +60,7 @@ class Feed:
         self._digest = digest
         self._staged: tuple[Batch, str | None] | None = None
         self.local_rows = len(rows)
-        """Rows of a batch that this process reads."""
+        """Number of rows of a batch that this process reads."""
         self.reading = False
         """True while `stage` waits for input. Other threads read it."""
         self.wait_seconds = 0.0
@@ -68,7 +69,7 @@ class Feed:
         """Seconds that the last `stage` waited for the digests of the other processes."""
 
     def stage(self) -> None:
-        """Reads the next batch and starts its copy. Call it while the devices compute a step."""
+        """Reads the next batch and starts copying it. To be called while the devices compute a step."""
         started = time.perf_counter()
         self.reading = True
         local = next(self._source)
@@ -78,7 +79,7 @@ class Feed:
         self._staged = to_devices(local, self._rows, self._global_rows, self._sharding), digest
 
     def take(self) -> tuple[Batch, str | None]:
-        """Returns the staged batch and, if `digest` is set, its digest."""
+        """Returns the staged batch, and its digest or None without `digest`. Stages a batch first if there is none."""
         if self._staged is None:
             self.stage()
         assert self._staged is not None
@@ -86,7 +87,7 @@ class Feed:
         return staged
 
     def _batch_digest(self, tokens: np.ndarray) -> str:
-        """Returns the digest of the global batch, gathering the digests of rows that other processes hold."""
+        """Returns the digest of the global batch. Gathers the digests of the rows that other processes hold."""
         digests = row_digests(tokens)
         if len(self._rows) < self._global_rows:
             by_row = NamedSharding(self._sharding.mesh, PartitionSpec(self._sharding.spec[0]))

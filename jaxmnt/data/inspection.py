@@ -1,4 +1,4 @@
-"""Formats what a config feeds: tables of the sources, and the rows of a batch with their documents."""
+"""Formats the data that a config reads: tables of the sources, and the rows of a batch with their documents."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -14,13 +14,13 @@ from jaxmnt.data.store import PreparedData
 from jaxmnt.errors import counted, printable
 from jaxmnt.units import size
 
-_BAR = 40
-_WIDTH = 60
+_BAR_WIDTH = 40
+_MAX_TEXT_WIDTH = 60
 _PERCENTILES = (0, 10, 50, 90, 99, 100)
 
 
 def verify_sources(sources: Sources, progress: Callable[[str], None]) -> list[str]:
-    """Compares every file with its digest, reads every element of Grain datasets, and returns lines about them.
+    """Compares every file with its digest, reads every element of Grain datasets, and returns lines about the results.
 
     Raises `ConfigError` for the first file or element that has changed.
     """
@@ -30,15 +30,15 @@ def verify_sources(sources: Sources, progress: Callable[[str], None]) -> list[st
         if isinstance(part, PreparedData):
             sizes += [(part.path / file).stat().st_size for file, _ in part.files()]
         elif isinstance(part, GrainData):
-            lines.append(f"verified every element of the Grain dataset of {name}: all can be read and are as before")
+            lines.append(f"verified every element of the Grain dataset of {name}: all can be read and are unchanged")
     if sizes:
         files = counted(len(sizes), "file", "files")
-        lines.insert(0, f"verified {files}, {size(sum(sizes))}: all as the manifest says")
+        lines.insert(0, f"verified {files}, {size(sum(sizes))}: all match the manifest")
     return lines or ["verified nothing: synthetic data has no files"]
 
 
 def sources_table(sources: Sources) -> list[str]:
-    """Returns a table of the manifests of all sources."""
+    """Returns a table of what the manifests say about each split of each source."""
     rows = [("source", "split", "documents", "tokens", "shards", "held out", "tokenizer", "vocabulary", "path")]
     for name, part in sources.parts.items():
         for split in ("train", "eval"):
@@ -60,7 +60,7 @@ def sources_table(sources: Sources) -> list[str]:
 
 
 def mixture_table(config: Config, training: TrainingData) -> list[str]:
-    """Returns a table of each source's share of the rows and the epochs of it that the run reads."""
+    """Returns a table of each source's share of the rows, and of the number of epochs that the run reads from it."""
     settings, names = config.data, training.names
     rows = [("source", f"{settings.rows} an epoch", "fill", "share of rows", "epochs in the run", "at the end")]
     shares = [block_shares(phase.weights) for phase in phases(settings)]
@@ -82,7 +82,8 @@ def mixture_table(config: Config, training: TrainingData) -> list[str]:
 
 
 def length_lines(sources: Sources) -> Iterator[str]:
-    """Yields percentiles and a histogram of the document lengths of each source, ends of documents included."""
+    """Yields percentiles and a histogram of the document lengths of each source. Lengths include the end of
+    document."""
     for name, part in sources.parts.items():
         if isinstance(part, GrainData) and part.holds_rows:
             continue
@@ -93,20 +94,23 @@ def length_lines(sources: Sources) -> Iterator[str]:
         yield f"document lengths of {name} in tokens (mean {sizes.mean():,.0f}): {shown}"
         counts = np.bincount(np.log2(sizes).astype(int))
         for power in np.flatnonzero(counts).tolist():
-            bar = "█" * max(1, round(_BAR * counts[power] / counts.max()))
+            bar = "█" * max(1, round(_BAR_WIDTH * counts[power] / counts.max()))
             yield f"  {2**power:>10,} – {2 ** (power + 1) - 1:<10,} {counts[power]:>10,}  {bar}"
 
 
 def batch_lines(rows: Iterable[Row], *, full: bool) -> Iterator[str]:
-    """Yields the rows of a batch with the beginning of each document in them; if `full`, all text with its targets."""
+    """Yields lines about the rows of a batch, with the beginning of each document; if `full`, with all text and
+    targets."""
     for row in rows:
-        places = sum(extract.tokens for extract in row.extracts)
+        tokens = sum(extract.tokens for extract in row.extracts)
         yield (
             f"row {row.row}: {row.source}, {row.kind} {row.number:,} of epoch {row.epoch}, "
-            f"{counted(row.targets, 'target', 'targets')} of {counted(places, 'token', 'tokens')}"
+            f"{counted(row.targets, 'target', 'targets')} of {counted(tokens, 'token', 'tokens')}"
         )
         for extract in row.extracts:
-            where = f"{_place(extract, full=full)}{'' if full else _beginning(extract)}"
+            where = _origin_text(extract, full=full)
+            if not full:
+                where += _beginning(extract)
             if extract.document is None:
                 yield f"  {where}"
             else:
@@ -118,24 +122,26 @@ def batch_lines(rows: Iterable[Row], *, full: bool) -> Iterator[str]:
                 yield from _labelled_lines(extract)
 
 
-def _place(extract: Extract, *, full: bool) -> str:
-    """Returns the file and record of an extract; if `full`, also the line within the record's text."""
+def _origin_text(extract: Extract, *, full: bool) -> str:
+    """Returns the file and record of an extract; if `full`, also the line in the text of the record."""
     file = printable(extract.file)
     if extract.record_unit == "file":
         return file if extract.line is None else f"{file} line {extract.line:,}"
-    at = f":{extract.record}" if extract.record_unit == "line" else f" {extract.record_unit} {extract.record:,}"
-    return f"{file}{at}{f', line {extract.line:,} of its text' if full and extract.line is not None else ''}"
+    record = f":{extract.record}" if extract.record_unit == "line" else f" {extract.record_unit} {extract.record:,}"
+    line = f", line {extract.line:,} of its text" if full and extract.line is not None else ""
+    return f"{file}{record}{line}"
 
 
 def _beginning(extract: Extract) -> str:
+    """Returns the beginning of the text of an extract, quoted and after spaces; empty without a tokenizer."""
     if any(span.text is None for span in extract.spans):
         return ""
-    shown = repr("".join(str(span.text) for span in extract.spans))
-    return f"  {shown if len(shown) <= _WIDTH else f'{shown[: _WIDTH - 2]}…{shown[-1]}'}"
+    text = repr("".join(str(span.text) for span in extract.spans))
+    return f"  {text if len(text) <= _MAX_TEXT_WIDTH else f'{text[: _MAX_TEXT_WIDTH - 2]}…{text[-1]}'}"
 
 
 def _labelled_lines(extract: Extract) -> Iterator[str]:
-    """Yields the lines of the text, labelled with whether the model learns them or only reads them."""
+    """Yields the lines of an extract's text, labelled `learns` if they are targets and `reads` if they are not."""
     for span in extract.spans:
         text = " ".join(map(str, span.ids)) if span.text is None else span.text
         for number, line in enumerate(text.splitlines() or [""]):

@@ -1,6 +1,6 @@
-"""The manifest of prepared data: its seal, and its structure, which is checked before any of it is used.
+"""Reads the manifest of prepared data, and checks its seal and structure before any of it is used.
 
-The seal is the SHA-256 of all other fields. It detects damage and manual changes; it is not a signature.
+The seal is the SHA-256 of all other fields. It detects damage and manual changes, but it is not a signature.
 """
 
 import json
@@ -18,23 +18,23 @@ from jaxmnt.strict_json import json_text
 FORMAT = "jaxmnt-tokens"
 VERSION = 3
 UNSEALED = 2
-"""The previous version, which is still read: it has no seal, and always an end of document."""
+"""The previous version, which can still be read. It has no seal, and always has an end of document."""
 
 MANIFEST = "manifest.json"
 SOURCES = "sources.txt"
 TOKENIZER_FILE = "tokenizer.json"
 SPLITS = ("train", "eval")
 HOW_TO_PREPARE = "make it with: python -m jaxmnt.prepare --input TEXT --output DIR"
-LARGEST_VOCABULARY = 2**31
+MAX_VOCABULARY = 2**31
 
 _OPTIONAL_FIELDS = ("largest_id", "bytes_per_target")
 """Fields that older manifests lack."""
-_UNKNOWN: dict[str, None] = dict.fromkeys(SPLITS)
-_LARGEST_COUNT = 2**62
+_UNKNOWN_BY_SPLIT: dict[str, None] = dict.fromkeys(SPLITS)
+_MAX_COUNT = 2**62
 _DIGEST = re.compile(r"[0-9a-f]{64}", re.ASCII)
 _SHARD = re.compile(r"[0-9]{5,12}-[0-9]{2,12}", re.ASCII)
 NAMELESS = "none"
-"""Name of the tokenizer of token arrays that were prepared without one."""
+"""Name in the manifest for the unknown tokenizer of token arrays that were prepared without one."""
 
 _TOKENIZERS = ("bytes", "huggingface", NAMELESS)
 
@@ -44,12 +44,12 @@ class _ManifestError(ValueError):
 
 
 def sealed(record: dict[str, Any]) -> dict[str, Any]:
-    """Returns the record with its seal."""
+    """Returns a record with a seal."""
     return record | {"seal": json_digest(record)}
 
 
 def sealed_text(record: dict[str, Any]) -> str:
-    """Returns a record with its seal as the text of a file."""
+    """Returns the text of a file that holds a record with a seal."""
     return json_text(sealed(record), indent=1, sort_keys=True) + "\n"
 
 
@@ -64,7 +64,8 @@ def unsealed(record: dict[str, Any]) -> dict[str, Any]:
 def content_digest(manifest: dict[str, Any]) -> str:
     """Returns a digest of the contents, independent of their location.
 
-    It is computed as in version 2, so that data prepared again from the same input matches that of earlier runs.
+    The digest is computed as in version 2, so that data prepared again from the same input has the digest that earlier
+    runs stored.
     """
     content = {name: value for name, value in manifest.items() if name not in ("seal", *_OPTIONAL_FIELDS)}
     return json_digest(content | {"version": UNSEALED})
@@ -73,7 +74,7 @@ def content_digest(manifest: dict[str, Any]) -> str:
 def read_manifest(directory: Path, key: str) -> dict[str, Any]:
     """Reads the manifest in a directory. Raises `ConfigError` if it is missing, damaged or of another version."""
     path = directory / MANIFEST
-    advice = "copy it again from where it is whole, or prepare the data again"
+    advice = "replace it with an intact copy, or prepare the data again"
     try:
         manifest = json.loads(read(path).decode(), parse_constant=_reject_constant)
     except FileNotFoundError:
@@ -81,14 +82,17 @@ def read_manifest(directory: Path, key: str) -> dict[str, Any]:
             f"{key}: {directory} has no {MANIFEST}, so it is not prepared data, or was not finished; {HOW_TO_PREPARE}"
         ) from None
     except (OSError, ValueError, RecursionError) as error:
-        deep = isinstance(error, RecursionError)
-        reason = "it is nested too deeply" if deep else getattr(error, "strerror", None) or str(error)
+        reason = getattr(error, "strerror", None) or str(error)
+        if isinstance(error, RecursionError):
+            reason = "it is nested too deeply"
         raise ConfigError(f"{key}: {path} is damaged ({printable(reason)}); {advice}") from error
-    kind, version = (manifest.get("format"), manifest.get("version")) if isinstance(manifest, dict) else (None, None)
-    if kind != FORMAT or type(version) is not int or version not in (UNSEALED, VERSION):
-        actual = " ".join(_shown(field) for field in (kind, version))
+    name = version = None
+    if isinstance(manifest, dict):
+        name, version = manifest.get("format"), manifest.get("version")
+    if name != FORMAT or type(version) is not int or version not in (UNSEALED, VERSION):
+        actual = f"{_shortened_json(name)} {_shortened_json(version)}"
         raise ConfigError(
-            f"{key}: {directory} has format {actual}, this version reads {FORMAT} {UNSEALED} and {VERSION}; "
+            f"{key}: {directory} has format {actual}, but this version reads {FORMAT} {UNSEALED} and {VERSION}; "
             "prepare it again, or use the jaxmnt that made it"
         )
     try:
@@ -105,11 +109,11 @@ def _reject_constant(name: str) -> float:
     raise ValueError(f"it holds {name}")
 
 
-# -- the structure
+# -- checks of the structure
 
 
 def _check_structure(manifest: dict[str, Any]) -> None:
-    """Checks every key, its type and its range, and the consistency of the fields. Raises `_ManifestError`."""
+    """Checks the type and range of every field, and that the fields agree. Raises `_ManifestError`."""
     seal = () if manifest["version"] == UNSEALED else ("seal",)
     names = (
         "format", "version", "tokenizer", "vocab_size", "dtype", "learn_mask", "eval_fraction", "unigram_nats",
@@ -118,15 +122,17 @@ def _check_structure(manifest: dict[str, Any]) -> None:
     _check_fields(manifest, "it", names, _OPTIONAL_FIELDS)
     for name in seal:
         _check_text(manifest[name], name, _DIGEST)
-    vocab = _check_whole(manifest["vocab_size"], "vocab_size", 1, LARGEST_VOCABULARY)
+    vocab = _check_integer(manifest["vocab_size"], "vocab_size", 1, MAX_VOCABULARY)
     if "largest_id" in manifest:
-        _check_whole(manifest["largest_id"], "largest_id", 0, vocab - 1)
+        _check_integer(manifest["largest_id"], "largest_id", 0, vocab - 1)
     if manifest["dtype"] != str(np.min_scalar_type(vocab - 1)):
-        raise _ManifestError(f"dtype {_shown(manifest['dtype'])} is not that of {vocab} ids")
+        raise _ManifestError(f"dtype {_shortened_json(manifest['dtype'])} is not that of {vocab} ids")
     _require(isinstance(manifest["learn_mask"], bool), "learn_mask", manifest["learn_mask"])
     _check_number(manifest["eval_fraction"], "eval_fraction", 1.0)
     for name in ("unigram_nats", "bytes_per_target"):
-        for split, value in zip(SPLITS, _check_fields(manifest.get(name, _UNKNOWN), name, SPLITS), strict=True):
+        for split, value in zip(
+            SPLITS, _check_fields(manifest.get(name, _UNKNOWN_BY_SPLIT), name, SPLITS), strict=True
+        ):
             if value is not None:
                 _check_number(value, f"{name} of {split}", 1e6)
     for name, keys, optional in (
@@ -135,7 +141,7 @@ def _check_structure(manifest: dict[str, Any]) -> None:
     ):
         _check_fields(manifest[name], name, keys, optional)
         for key, value in manifest[name].items():
-            _check_whole(value, f"{name}.{key}")
+            _check_integer(value, f"{name}.{key}")
     _check_tokenizer(manifest["tokenizer"], vocab, manifest["version"])
     needed = (SOURCES, TOKENIZER_FILE) if manifest["tokenizer"]["name"] == "huggingface" else (SOURCES,)
     _check_fields(manifest["files"], "files", needed, (TOKENIZER_FILE,))
@@ -149,69 +155,71 @@ def _check_tokenizer(tokenizer: Any, vocab: int, version: int) -> None:
     name, end = _check_fields(tokenizer, "tokenizer", ("name", "end_of_document"), ("sha256", "end_token"))
     _require(name in _TOKENIZERS, "the tokenizer's name", name)
     if end is not None or version == UNSEALED or name == "bytes":
-        _check_whole(end, "the tokenizer's end_of_document", 0, vocab - 1)
+        _check_integer(end, "the tokenizer's end_of_document", 0, vocab - 1)
     if name == "huggingface":
         digest, token = _check_fields(tokenizer, "tokenizer", ("sha256", "end_token"), ("name", "end_of_document"))
         _check_text(digest, "the tokenizer's sha256", _DIGEST)
-        agree = (token is None) == (end is None) and isinstance(token, str | None)
-        _require(agree, "the tokenizer's end_token", token)
+        is_consistent = (token is None) == (end is None) and isinstance(token, str | None)
+        _require(is_consistent, "the tokenizer's end_token", token)
 
 
 def _check_split(split: Any, name: str, learn_mask: bool) -> None:
     documents, tokens, shards = _check_fields(split, name, ("documents", "tokens", "shards"))
-    _check_whole(documents, f"documents of {name}")
-    _check_whole(tokens, f"tokens of {name}")
+    _check_integer(documents, f"documents of {name}")
+    _check_integer(tokens, f"tokens of {name}")
     if not isinstance(shards, list):
         raise _ManifestError(f"shards of {name} is not a list")
     kinds = ("tokens", "documents", "origins", *(("learn",) if learn_mask else ()))
-    sums = [0, 0]  # documents and tokens
+    total_documents = total_tokens = 0
     for number, shard in enumerate(shards):
         where = f"shard {number} of {name}"
         fields = _check_fields(shard, where, ("name", "documents", "tokens", "sha256"))
         _check_text(fields[0], f"the name of {where}", _SHARD)
-        sums[0] += _check_whole(fields[1], f"documents of {where}")
-        sums[1] += _check_whole(fields[2], f"tokens of {where}", 1)
+        total_documents += _check_integer(fields[1], f"documents of {where}")
+        total_tokens += _check_integer(fields[2], f"tokens of {where}", 1)
         for digest in _check_fields(fields[3], f"sha256 of {where}", [f"{kind}-{fields[0]}.npy" for kind in kinds]):
             _check_text(digest, f"a digest of {where}", _DIGEST)
-    if sums != [documents, tokens]:
+    if (total_documents, total_tokens) != (documents, tokens):
         raise _ManifestError(
-            f"the shards of {name} hold {sums[0]} documents and {sums[1]} tokens, which differs from the totals"
+            f"the shards of {name} hold {total_documents} documents and {total_tokens} tokens, which differs from the "
+            "totals"
         )
 
 
 def _check_fields(value: Any, where: str, names: Sequence[str], optional: Sequence[str] = ()) -> list[Any]:
-    """Returns the values of these keys of an object.
+    """Returns the values of the keys `names` of an object.
 
-    Raises `_ManifestError` if it lacks one of them or has keys that are neither among them nor in `optional`.
+    Raises `_ManifestError` if `value` is not an object, lacks one of these keys, or has a key that is neither in
+    `names` nor in `optional`.
     """
     _require(isinstance(value, dict), where, value)
     if missing := [name for name in names if name not in value]:
         raise _ManifestError(f"{where} lacks {', '.join(missing)}")
     if unknown := set(value).difference(names, optional):
-        raise _ManifestError(f"{where} has the unknown key {_shown(min(unknown))}")
+        raise _ManifestError(f"{where} has the unknown key {_shortened_json(min(unknown))}")
     return [value[name] for name in names]
 
 
-def _check_whole(value: Any, where: str, least: int = 0, most: int = _LARGEST_COUNT) -> int:
-    _require(type(value) is int and least <= value <= most, where, value)
+def _check_integer(value: Any, where: str, minimum: int = 0, maximum: int = _MAX_COUNT) -> int:
+    _require(type(value) is int and minimum <= value <= maximum, where, value)
     return value
 
 
-def _check_number(value: Any, where: str, most: float) -> None:
-    _require(type(value) in (int, float) and 0 <= value <= most, where, value)
+def _check_number(value: Any, where: str, maximum: float) -> None:
+    _require(type(value) in (int, float) and 0 <= value <= maximum, where, value)
 
 
-def _check_text(value: Any, where: str, form: re.Pattern[str]) -> None:
-    _require(isinstance(value, str) and form.fullmatch(value) is not None, where, value)
+def _check_text(value: Any, where: str, pattern: re.Pattern[str]) -> None:
+    _require(isinstance(value, str) and pattern.fullmatch(value) is not None, where, value)
 
 
-def _require(fits: bool, where: str, value: Any) -> None:
-    if not fits:
-        raise _ManifestError(f"{where} is {_shown(value)}")
+def _require(is_valid: bool, where: str, value: Any) -> None:
+    if not is_valid:
+        raise _ManifestError(f"{where} is {_shortened_json(value)}")
 
 
-def _shown(value: Any) -> str:
-    """Returns a short, printable form of an untrusted value."""
+def _shortened_json(value: Any) -> str:
+    """Returns an untrusted value as JSON, shortened and printable."""
     if isinstance(value, dict | list):
         return f"{'an object' if isinstance(value, dict) else 'a list'} of {len(value)}"
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 10**20:

@@ -1,7 +1,7 @@
 """The tokenizer that a run stores, so that its tokens can be decoded on any machine, without the data.
 
-tokenizer/manifest.json    description of the tokenizer, vocabulary size, and the digest of the file; sealed
-tokenizer/tokenizer.json   the tokenizer of the data, unless it is bytes or unknown (token arrays)
+tokenizer/manifest.json    description of the tokenizer, vocabulary size, and digest of tokenizer.json; sealed
+tokenizer/tokenizer.json   the tokenizer of the data; missing if that is bytes, or unknown (token arrays)
 """
 
 import hashlib
@@ -30,7 +30,7 @@ class RunTokenizer:
     """The tokenizer and vocabulary size of a run."""
 
     description: dict[str, Any]
-    """The entry `tokenizer` of the data's manifest."""
+    """The entry `tokenizer` in the manifest of the data."""
     vocab_size: int
     """Vocabulary size of the data."""
     text: str | None
@@ -42,17 +42,17 @@ class RunTokenizer:
 
     @property
     def end_of_document(self) -> int | None:
-        """The id between documents, or None."""
-        end = self.description.get("end_of_document")
-        return None if end is None else int(end)
+        """The id that ends each document, or None if there is no such id."""
+        end_id = self.description.get("end_of_document")
+        return None if end_id is None else int(end_id)
 
     def open(self) -> Tokenizer:
-        """Returns the tokenizer itself. Raises `ConfigError` if it cannot decode tokens."""
+        """Returns an object that encodes and decodes text. Raises `ConfigError` if the tokenizer is unknown."""
         return make_tokenizer(self.description, Path(FOLDER), self.text)
 
 
 def tokenizer_of_data(description: dict[str, Any], vocab_size: int, folder: Path) -> RunTokenizer:
-    """Returns the tokenizer of prepared data, from its manifest's description and the file in its folder.
+    """Returns the tokenizer of prepared data, given its description in the manifest and the folder of its file.
 
     Raises `ConfigError` if the file cannot be read.
     """
@@ -69,21 +69,21 @@ def tokenizer_of_data(description: dict[str, Any], vocab_size: int, folder: Path
 
 
 def write_to_run(home: StoragePath, tokenizer: RunTokenizer) -> None:
-    """Writes the tokenizer into a run's directory unless it exists. Only process 0 calls this.
+    """Writes the tokenizer into a run's directory, unless the directory has it already. Only process 0 calls this.
 
-    An incomplete one is written again. Raises `UserError` if it cannot be written.
+    An incomplete tokenizer is replaced. Raises `UserError` if the tokenizer cannot be written.
     """
     folder = home / FOLDER
     try:
         if read_from_run(home) == tokenizer:
             return
-    except ConfigError:  # it is damaged, so write it again
+    except ConfigError:  # the stored tokenizer is damaged, so replace it
         pass
     if isinstance(folder, Path) and folder.is_symlink():
         raise ConfigError(f"{folder} is a link to something other than this run's tokenizer; remove the link")
     try:
         folder.mkdir(exist_ok=True)
-        # The manifest is removed first and written last, so that it never describes another file.
+        # The manifest is removed first and written last, so that it never describes the tokenizer.json of another one.
         (folder / MANIFEST).unlink(missing_ok=True)
         if tokenizer.text is not None:
             publish(folder / TOKENIZER_FILE, tokenizer.text)
@@ -102,15 +102,16 @@ def write_to_run(home: StoragePath, tokenizer: RunTokenizer) -> None:
 
 
 def tokenizer_of_file(text: str, vocab_size: int) -> RunTokenizer:
-    """Returns the tokenizer of a tokenizer.json by its content alone, without an end of document."""
+    """Returns the tokenizer that a tokenizer.json contains. Its end of document is not known."""
     description = {"name": "huggingface", "sha256": hashlib.sha256(text.encode()).hexdigest()}
     return RunTokenizer(description, vocab_size, text)
 
 
 def same_vocabulary(first: RunTokenizer, second: RunTokenizer) -> bool:
-    """Returns True if both map ids to the same text. Token arrays and random tokens cannot be checked, and pass.
+    """Returns True if both tokenizers map ids to the same text. If one belongs to token arrays or random tokens, their
+    text is unknown, so this also returns True.
 
-    Files of `tokenizers` count as the same if vocabulary, merges and added tokens are equal.
+    Two tokenizer.json files count as the same if their vocabularies, merges and added tokens are equal.
     """
     if first.name == second.name == NAMELESS:
         return first.end_of_document == second.end_of_document
@@ -120,14 +121,14 @@ def same_vocabulary(first: RunTokenizer, second: RunTokenizer) -> bool:
         return first.name == second.name
     if first.description["sha256"] == second.description["sha256"]:
         return True
-    return _vocabulary_of(first.text) == _vocabulary_of(second.text)
+    return _id_definition(first.text) == _id_definition(second.text)
 
 
-def _vocabulary_of(text: str) -> Any:
-    """Returns the vocabulary, merges and added tokens of a tokenizer.json, which define the ids of a text."""
+def _id_definition(text: str) -> Any:
+    """Returns the vocabulary, merges and added tokens of a tokenizer.json, which determine the ids of every text."""
     tree = json.loads(text)
     model = tree["model"]
-    # Newer files store a merge as a pair, older ones as a string.
+    # Newer files store a merge as a pair, and older files as a string.
     merges = [
         tuple(merge.split(" ")) if isinstance(merge, str) else tuple(merge) for merge in model.get("merges") or []
     ]
@@ -136,16 +137,21 @@ def _vocabulary_of(text: str) -> Any:
 
 
 def read_from_run(home: StoragePath) -> RunTokenizer | None:
-    """Returns the tokenizer in a run's directory, or None. Raises `ConfigError` if it is damaged."""
+    """Returns the tokenizer that a run's directory contains, or None if there is none.
+
+    Raises `ConfigError` if the tokenizer is damaged, or if its files cannot be read.
+    """
     path = home / FOLDER / MANIFEST
     damaged = ConfigError(
-        f"{path.parent} is damaged: its contents have changed since the run wrote it; remove it: the next start of "
-        "the run writes it again, and until then the tokenizer of its data is used"
+        f"{path.parent} is damaged: its contents have changed since the run wrote it; remove it, and the next start of "
+        "the run writes it again; until then the tokenizer of the data is used"
     )
     try:
         record = unsealed(json.loads(read(path).decode()))
         if (record["format"], record["version"]) != (FORMAT, VERSION):
-            raise ConfigError(f"{path} is of version {record['version']}, this jaxmnt reads {VERSION}; use a newer one")
+            raise ConfigError(
+                f"{path} has version {record['version']}, but this jaxmnt reads {VERSION}; use a newer one"
+            )
         text = None
         if record["file"] is not None:
             content = read(path.parent / TOKENIZER_FILE)
@@ -157,7 +163,7 @@ def read_from_run(home: StoragePath) -> RunTokenizer | None:
             raise damaged
     except (FileNotFoundError, NotADirectoryError):
         if path.exists():
-            raise damaged from None  # the manifest exists, but not the file that it names
+            raise damaged from None  # the manifest exists, but the tokenizer.json that it describes does not
         return None
     except UserError:
         raise
@@ -171,9 +177,10 @@ def read_from_run(home: StoragePath) -> RunTokenizer | None:
 
 
 def tokenizer_of_run(homes: Sequence[StoragePath], settings: Data, folders: Sequence[Path]) -> RunTokenizer:
-    """Returns the tokenizer that a run stores in one of its folders, else (for older runs) that of its data.
+    """Returns the tokenizer of a run, from the first of its directories `homes` that stores one.
 
-    Relative paths of the data are looked up in `folders`. Raises `ConfigError` if neither has one.
+    Older runs store none, so their tokenizer is that of their data. If the path of the data is relative, it is searched
+    for in `folders`. Raises `ConfigError` if no tokenizer is found.
     """
     for home in homes:
         if tokenizer := read_from_run(home):
@@ -191,8 +198,8 @@ def tokenizer_of_run(homes: Sequence[StoragePath], settings: Data, folders: Sequ
 
 def _is_consistent(tokenizer: RunTokenizer) -> bool:
     """Returns True if a stored description has the types and ranges that `open` requires."""
-    end = tokenizer.end_of_document
+    end_id = tokenizer.end_of_document
     has_name = isinstance(tokenizer.description["name"], str)
-    is_complete = tokenizer.text is not None and isinstance(tokenizer.description.get("end_token"), str)
-    end_fits = end is None or 0 <= end < tokenizer.vocab_size
-    return has_name and end_fits and (is_complete or tokenizer.name != "huggingface")
+    has_file_and_end = tokenizer.text is not None and isinstance(tokenizer.description.get("end_token"), str)
+    has_valid_end = end_id is None or 0 <= end_id < tokenizer.vocab_size
+    return has_name and has_valid_end and (has_file_and_end or tokenizer.name != "huggingface")

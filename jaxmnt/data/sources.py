@@ -1,4 +1,4 @@
-"""Opens the sources of data, copies them to local storage, and makes synthetic data."""
+"""Opens the data sources of a config, copies them to local storage, and makes synthetic data."""
 
 import fcntl
 import functools
@@ -25,8 +25,8 @@ from jaxmnt.data.store import Origin, PreparedData, StoredTokens, TokenStream, o
 from jaxmnt.errors import ConfigError, UnreadableError, UserError
 
 _SYNTHETIC_TOKENS = {"train": 2**22, "eval": 2**14}
-_MEAN_DOCUMENT = 1024
-"""Mean tokens of a synthetic document."""
+_MEAN_DOCUMENT_TOKENS = 1024
+"""Mean number of tokens of a synthetic document."""
 
 
 class SyntheticData:
@@ -68,27 +68,27 @@ class SyntheticData:
 def _stream(vocab_size: int, split: str) -> TokenStream:
     generator = np.random.Generator(np.random.Philox(key=len(split)))
     tokens = generator.integers(0, vocab_size - 1, _SYNTHETIC_TOKENS[split], np.int32)
-    ends = np.flatnonzero(generator.random(len(tokens)) < 1 / _MEAN_DOCUMENT)
+    ends = np.flatnonzero(generator.random(len(tokens)) < 1 / _MEAN_DOCUMENT_TOKENS)
     tokens[ends] = tokens[-1] = vocab_size - 1
     starts = np.concatenate([[0], ends[ends < len(tokens) - 1] + 1]).astype(np.int64)
     return StoredTokens([tokens], lambda: starts, vocab_size - 1)
 
 
 _COPY_BYTES = 2**22
-"""Bytes that are copied at a time."""
+"""Number of bytes that are copied at a time."""
 
 
 def stage(data: PreparedData, directory: Path, progress: Callable[[str], None] = lambda text: None) -> Path:
-    """Returns a folder below `directory` with the data, which is copied there unless it exists.
+    """Copies data into a folder below `directory`, unless it is there already, and returns the folder.
 
-    Every file is compared with its digest while it is copied, and the manifest is copied last, so that an incomplete
-    copy is not prepared data. Raises `ConfigError` for a damaged file, and `UserError` if the disk is full.
+    Every file is compared with its digest while it is copied. The manifest is copied last, so that an incomplete copy
+    does not count as prepared data. Raises `ConfigError` for a damaged file, and `UserError` if the disk is full.
     """
     target = directory / data.digest[:16]
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with (directory / f"{target.name}.lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # other processes of this host wait here, then use the copy
+            fcntl.flock(lock, fcntl.LOCK_EX)  # the other processes of this host wait here and then use the copy
             if not _is_complete(target, data):
                 _copy_all(data, target, progress)
     except OSError as error:
@@ -100,7 +100,8 @@ def stage(data: PreparedData, directory: Path, progress: Callable[[str], None] =
 
 
 def _is_complete(target: Path, data: PreparedData) -> bool:
-    """Returns True if the copy exists with all its files. Only `data.verify` checks their contents."""
+    """Returns True if the copy exists with all of its files. Their contents are not checked; `data.verify` does
+    that."""
     if not (target / MANIFEST).exists():
         return False
     try:
@@ -119,8 +120,8 @@ def _copy_all(data: PreparedData, target: Path, progress: Callable[[str], None])
         copy.parent.mkdir(parents=True, exist_ok=True)
         if _copy(source, copy) != expected:
             raise ConfigError(
-                f"data.path: {source} is damaged: its SHA-256 is not the manifest's; "
-                "copy it again from where it is whole, or prepare the data again"
+                f"data.path: {source} is damaged: its SHA-256 differs from that in the manifest; "
+                "replace it with an intact copy, or prepare the data again"
             )
     temporary = target / f".{MANIFEST}"
     shutil.copyfile(data.path / MANIFEST, temporary)
@@ -153,11 +154,11 @@ Part = PreparedData | SyntheticData | GrainData
 
 @dataclass(frozen=True)
 class Sources:
-    """The opened sources by name, in the order of the names."""
+    """The opened data sources of a config, by name and sorted by name."""
 
     parts: dict[str, Part]
     eval_sets: dict[str, PreparedData] = field(default_factory=dict)
-    """Further data sets that are only evaluated."""
+    """Data sets that are only evaluated, by name."""
 
     @property
     def vocab_size(self) -> int:
@@ -165,7 +166,7 @@ class Sources:
 
     @property
     def ids(self) -> int:
-        """Exclusive upper bound of the ids that occur."""
+        """Exclusive upper bound of the token ids that occur."""
         return max(part.ids for part in (*self.parts.values(), *self.eval_sets.values()))
 
     @property
@@ -174,17 +175,17 @@ class Sources:
 
     @property
     def is_text(self) -> bool:
-        """True if the tokens are text of a known tokenizer."""
+        """True if a known tokenizer encoded the data, so that its tokens can be decoded."""
         return self.tokenizer["name"] not in (NAMELESS, "synthetic")
 
     @property
     def end_of_document(self) -> int | None:
-        """The id that follows every document, or None."""
+        """The id that follows every document, or None if there is no such id."""
         return self.tokenizer["end_of_document"]
 
     @property
     def folder(self) -> Path:
-        """The folder of the tokenizer file, if there is one; else the current folder."""
+        """The folder of the first prepared data, which has the tokenizer file; the current folder if there is none."""
         return next((part.path for part in self.parts.values() if isinstance(part, PreparedData)), Path())
 
     @property
@@ -200,7 +201,7 @@ class Sources:
         return sum(part.tokens(split) for part in self.parts.values())
 
     def at(self, paths: dict[str, Path]) -> "Sources":
-        """Returns the same data, read from other folders."""
+        """Returns the same sources, with prepared data in these folders instead, by name."""
         moved = {
             name: replace(part, path=paths[name]) for name, part in self.parts.items() if isinstance(part, PreparedData)
         }
@@ -214,40 +215,40 @@ class Sources:
 def open_sources(settings: Data, run_dir: str | Path | None = None) -> Sources:
     """Opens the sources of a config. Raises `ConfigError` if data is missing or damaged, or if vocabularies differ.
 
-    `run_dir` stores the indices of Grain datasets, which take long to build.
+    The indices of Grain datasets, which take long to build, are stored in `run_dir`.
     """
     named = settings.named_sources
     if settings.synthetic is not None:
         return Sources(dict.fromkeys(named, SyntheticData(settings.synthetic)))
     keys = {name: f"data.sources.{name}" if settings.sources else "data" for name in named}
-    # Prepared data first, because Grain datasets take their vocabulary from it.
+    # Open prepared data first, because Grain datasets take their vocabulary from it.
     prepared = {
         name: _open(source.path, f"{keys[name]}.path") for name, source in named.items() if source.grain.train is None
     }
-    like = next(iter(prepared.values()), None)
+    first_prepared = next(iter(prepared.values()), None)
     fields = batch_fields(settings)
     parts: dict[str, Part] = {
-        name: prepared.get(name) or open_grain(source.grain, f"{keys[name]}.grain", like, run_dir, fields)
+        name: prepared.get(name) or open_grain(source.grain, f"{keys[name]}.grain", first_prepared, run_dir, fields)
         for name, source in named.items()
     }
-    sets = {
+    eval_sets = {
         name: _open(entry.path, f"data.eval_sets.{name}.path") for name, entry in sorted(settings.eval_sets.items())
     }
-    sources = Sources(parts, sets)
+    sources = Sources(parts, eval_sets)
     # All sources must share one tokenizer.
     expected = sources.vocab_size, sources.tokenizer
-    for name, held_out in sets.items():
-        if (held_out.vocab_size, held_out.tokenizer) != expected:
+    for name, eval_set in eval_sets.items():
+        if (eval_set.vocab_size, eval_set.tokenizer) != expected:
             raise ConfigError(
-                f"data.eval_sets.{name}: it was prepared with another tokenizer than the data that is trained on; "
-                "prepare it with the same"
+                f"data.eval_sets.{name}: it was prepared with a different tokenizer than the training data; prepare it "
+                "with the same tokenizer"
             )
-        _check(held_out)
+        _check(eval_set)
     for name, part in parts.items():
         if (part.vocab_size, part.tokenizer) != expected:
             problem = (
                 "have different vocabularies; set the same grain.vocab_size and grain.end_of_document in both"
-                if like is None
+                if first_prepared is None
                 else "were prepared with different tokenizers, or have different numbers of ids; prepare all sources "
                 "with the same tokenizer"
             )
@@ -265,7 +266,7 @@ def _check(part: Part) -> None:
 
 @contextmanager
 def _reading(path: str | Path) -> Iterator[None]:
-    """Turns errors about missing, incomplete or damaged data into `UnreadableError`."""
+    """Turns an error about missing, incomplete or damaged data into an `UnreadableError`."""
     try:
         yield
     except ConfigError as error:
@@ -278,7 +279,7 @@ def _reading(path: str | Path) -> Iterator[None]:
 
 
 def phases(settings: Data) -> list[MixturePhase]:
-    """Returns the weights of the sources, sorted by name, for each phase of the mixture."""
+    """Returns the phases of the mixture, with the weights of the sources sorted by name."""
     weights = {name: source.weight for name, source in settings.named_sources.items()}
     mixture = [MixturePhase(0, tuple(weights.values()))]
     for change in settings.weight_changes:
@@ -288,25 +289,25 @@ def phases(settings: Data) -> list[MixturePhase]:
 
 
 def on_end(settings: Data, name: str) -> str:
-    """Returns what happens after an epoch of this source: repeat or stop."""
+    """Returns `repeat` or `stop`, which says what happens after an epoch of this source."""
     return settings.named_sources[name].on_end or settings.on_end
 
 
 def _open(path: str | None, key: str) -> PreparedData:
     if path is None:
         raise ConfigError(
-            f"{key}: not set; make prepared data with: python -m jaxmnt.prepare --input TEXT --output DIR, "
-            "and give its folder"
+            f"{key}: not set; prepare data with python -m jaxmnt.prepare --input TEXT --output DIR, and give its folder"
         )
     with _reading(path):
         return open_prepared(path, key)
 
 
 def fit_to_data(config: Config, data: Sources) -> Config:
-    """Returns the config with `model.vocab_size` filled in from the data if it was not set.
+    """Returns the config with `model.vocab_size` filled in from the data if it is not set.
 
-    A model may have more rows than the vocabulary has ids (the remaining logits are masked), and fewer if the missing
-    ids do not occur, as Gemma 3 lacks its image token. Otherwise raises `ConfigError`.
+    The embedding may have more rows than the vocabulary has ids, because the logits of the other rows are masked. It
+    may have fewer rows if the missing ids do not occur; for example, Gemma 3 has no row for its image token. Raises
+    `ConfigError` if the data has an id without a row.
     """
     size = config.model.vocab_size
     if size is None:
@@ -314,7 +315,7 @@ def fit_to_data(config: Config, data: Sources) -> Config:
     if data.ids > size:
         fix = f"raise it to {data.vocab_size} or more, or leave it out"
         if config.run.init_from or config.run.fork_from:
-            fix = "the data was made with another tokenizer than the model's: prepare it with the model's --tokenizer"
+            fix = "the data was prepared with a tokenizer other than the model's; use the model's as --tokenizer"
         raise ConfigError(
             f"model.vocab_size: the data has ids up to {data.ids - 1}, and the model only {size} rows; {fix}"
         )

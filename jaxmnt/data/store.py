@@ -1,19 +1,20 @@
-"""Defines the format of prepared data, flat NumPy arrays with a manifest that commits them, and reads it.
+"""Defines and reads the format of prepared data: flat NumPy arrays, and a manifest that marks them as complete.
 
-    DIR/manifest.json              the contents, sealed; its presence means that all other files are complete
-    DIR/tokenizer.json             the tokenizer, unless it is bytes
-    DIR/sources.txt                the input files by number, a JSON string a line
-    DIR/SPLIT/tokens-SHARD.npy     token ids; each document is followed by the end-of-document id, if there is one
-    DIR/SPLIT/documents-SHARD.npy  int64 [documents]: offsets in this shard at which a document starts
-    DIR/SPLIT/origins-SHARD.npy    int64 [documents, 2]: the input file's number, and the record in it (from 1)
-    DIR/SPLIT/learn-SHARD.npy      uint8 per token, 0 if it is not a target; only if the manifest has `learn_mask`
+    DIR/manifest.json              describes the contents; sealed; if it exists, all other files are complete
+    DIR/tokenizer.json             the tokenizer; missing if it is bytes
+    DIR/sources.txt                names of the input files in order of their numbers; each line is a JSON string
+    DIR/SPLIT/tokens-SHARD.npy     token ids; if there is an end-of-document id, it follows each document
+    DIR/SPLIT/documents-SHARD.npy  int64 [documents]: offset in this shard at which each document starts
+    DIR/SPLIT/origins-SHARD.npy    int64 [documents, 2]: number of the input file, and of the record in it (from 1)
+    DIR/SPLIT/learn-SHARD.npy      uint8 per token: 0 if it is not a target; only if `learn_mask` is true
 
-A split is one stream, cut into shards, so a document may continue in the next shard. Files open with `numpy.load`.
-Memory-mapped and read a batch at a time, they give several times the tokens of a record format for the same CPU time
-(benchmarks/data.py).
+A split is one stream that is cut into shards, so a document may continue in the next shard. `numpy.load` opens the
+files. They are memory-mapped and read a batch at a time, which delivers several times as many tokens per CPU time as a
+record format (benchmarks/data.py).
 
-Files may be damaged or changed by hand. Only `verify` reads every file to compare its digest. Cheap checks always run:
-the manifest, the type and size of each file, the document starts when they are loaded, and the ids of each batch.
+Files may be damaged or changed by hand. Only `verify` reads every file and compares its digest. Cheap checks always
+run: of the manifest, of the type and size of each file, of document starts when they are loaded, and of the ids of each
+batch.
 """
 
 import errno
@@ -38,15 +39,16 @@ _KINDS = {
     "tokens": (None, "tokens"), "learn": ("uint8", "tokens"),
     "documents": ("int64", "documents"), "origins": ("int64", "documents"),
 }  # fmt: skip
-"""For each kind of file, its dtype (None: that of the manifest) and the manifest's count of its rows."""
+"""For each kind of file: its dtype (None for the dtype in the manifest), and the entry of a shard that has its
+length."""
 
 
 class Origin(NamedTuple):
-    """The place in the input that a document came from."""
+    """The place in the input from which a document came."""
 
     file: str
     record: int
-    """Number of the line, row or document in the file, from 1."""
+    """Number of the line, row, document or element in the file or dataset, from 1."""
 
 
 class TokenStream(ABC):
@@ -55,6 +57,7 @@ class TokenStream(ABC):
     tokens: int
     """Number of tokens."""
     has_learn_mask: bool
+    """True if the stream has a target mask; else every token is a target."""
 
     def __init__(self, document_starts: Callable[[], np.ndarray], end_of_document: int | None):
         self._document_starts = document_starts
@@ -62,7 +65,7 @@ class TokenStream(ABC):
 
     @property
     def filler(self) -> int:
-        """The id before a document and in padding: the end of document, or 0 if there is none."""
+        """The id before a document and in padding: the end-of-document id, or 0 if there is no such id."""
         return self.end_of_document or 0
 
     @property
@@ -80,23 +83,27 @@ class TokenStream(ABC):
         return np.searchsorted(self.document_starts, offsets, side="right") - 1
 
     def read(self, start: int, out: np.ndarray) -> None:
-        """Copies len(out) tokens from offset `start` on into `out`. They must all be within the stream."""
+        """Copies tokens into `out`, from offset `start` on. The stream must have enough of them."""
         if len(out):
             self.read_all(np.array([start], np.int64), [out])
 
     @abstractmethod
     def read_all(self, starts: np.ndarray, outs: Sequence[np.ndarray], field: str = "tokens") -> None:
-        """Copies one range, which must not be empty, into each of `outs`.
+        """Copies the range that begins at each start into the array of `outs` with the same index, which must not be
+        empty.
 
-        The field `weights`, which requires `has_learn_mask`, is the target mask: 0 where a token is not a target.
+        `field` is `tokens`, or `weights` for the target mask, which requires `has_learn_mask`. The mask is 0 where a
+        token is not a target.
         """
 
     def are_valid_ids(self, tokens: np.ndarray) -> bool:
-        """Returns True if all of these int32 tokens are in the vocabulary. Compares only their maximum."""
+        """Returns True if these int32 tokens are all in the vocabulary. Checks only the maximum of their unsigned
+        values."""
         return True
 
     def raise_invalid_id(self, offsets: np.ndarray) -> NoReturn:
-        """Raises `ConfigError` for the first token at these offsets outside the vocabulary; there must be one."""
+        """Raises `ConfigError` for the first token at these offsets that is not in the vocabulary. There must be
+        one."""
         raise AssertionError("all ids are in the vocabulary")
 
     def check_target_mask(self, weights: np.ndarray) -> None:
@@ -105,7 +112,7 @@ class TokenStream(ABC):
 
 
 class StoredTokens(TokenStream):
-    """A stream stored in arrays. Reading keeps no state."""
+    """A stream whose shards are arrays. Reading changes no state."""
 
     def __init__(
         self,
@@ -118,8 +125,11 @@ class StoredTokens(TokenStream):
         folder: Path = Path(),
         names: Sequence[str] = (),
     ):
-        """`ids`, the exclusive upper bound of valid tokens, is set if files may hold others; `folder` and `names` then
-        locate the shards for the error."""
+        """`tokens` and `learn` hold the tokens and the target mask of each shard.
+
+        `ids`, the exclusive upper bound of valid tokens, is set if the shards may hold invalid ones. An error then
+        names the shard by `folder` and `names`.
+        """
         self._bounds = np.cumsum([0, *map(len, tokens)])
         # Plain views, because indexing a memmap is slow.
         self._shards = {"tokens": [np.asarray(array) for array in tokens]}
@@ -130,7 +140,7 @@ class StoredTokens(TokenStream):
         self.tokens, self.has_learn_mask = int(self._bounds[-1]), learn is not None
 
     def read_all(self, starts: np.ndarray, outs: Sequence[np.ndarray], field: str = "tokens") -> None:
-        """Copies each range with one slice, unless it crosses the end of a shard."""
+        """Copies each range with one slice, unless the range crosses the end of a shard."""
         # A copy of a thousand tokens takes as long as the Python code around it, so this loop does little.
         shards = self._shards[field]
         shard = np.searchsorted(self._bounds, starts, side="right") - 1
@@ -149,11 +159,12 @@ class StoredTokens(TokenStream):
         assert self._ids is not None
         for offset in np.unique(offsets[(offsets >= 0) & (offsets < self.tokens)]).tolist():
             shard = bisect_right(self._bounds, offset) - 1
-            place = offset - int(self._bounds[shard])
-            if (token := int(self._shards["tokens"][shard][place])) >= self._ids:
+            element = offset - int(self._bounds[shard])
+            token = int(self._shards["tokens"][shard][element])
+            if token >= self._ids:
                 raise ConfigError(
                     f"data.path: {self._folder / self._names[shard]} is damaged: it holds the id {token} at element "
-                    f"{place}, and its ids are below {self._ids}; {_HOW_TO_REPAIR}"
+                    f"{element}, and its ids are below {self._ids}; {_HOW_TO_REPAIR}"
                 )
         raise AssertionError("all ids are in the vocabulary")
 
@@ -164,7 +175,7 @@ class StoredTokens(TokenStream):
             )
 
     def _copy(self, shards: list[np.ndarray], start: int, out: np.ndarray) -> None:
-        """Copies a range that crosses ends of shards."""
+        """Copies a range that crosses the end of one or more shards."""
         shard = bisect_right(self._bounds, start) - 1
         done = 0
         while done < len(out):
@@ -188,7 +199,8 @@ class PreparedData:
 
     @property
     def ids(self) -> int:
-        """Exclusive upper bound of the ids that occur. A vocabulary may have special tokens that no text contains."""
+        """Exclusive upper bound of the ids that occur. The vocabulary may be larger, because of tokens that no text
+        has."""
         return self.manifest.get("largest_id", self.vocab_size - 1) + 1
 
     @property
@@ -202,7 +214,7 @@ class PreparedData:
 
     @property
     def is_sealed(self) -> bool:
-        """True if the manifest has a seal that detects changes. Manifests of the previous version have none."""
+        """True if the manifest has a seal, which detects changes. Manifests of the previous version have none."""
         return self.manifest["version"] != UNSEALED
 
     def tokens(self, split: str) -> int:
@@ -220,7 +232,7 @@ class PreparedData:
         return self.manifest.get("bytes_per_target", {}).get(split)
 
     def stream(self, split: str) -> TokenStream:
-        """Opens a split. Raises `ConfigError` for a shard that is missing or whose length is not the manifest's."""
+        """Opens a split. Raises `ConfigError` for a shard that is missing or does not match the manifest."""
         shards = self._shards(split)
         learn = [self._load(split, "learn", shard) for shard in shards] if self.manifest["learn_mask"] else None
         return StoredTokens(
@@ -234,7 +246,8 @@ class PreparedData:
         )
 
     def check(self) -> None:
-        """Checks that every file exists and has its size. Raises `ConfigError` for the first that does not."""
+        """Checks that every file exists with the right type and size. Raises `ConfigError` for the first that does
+        not."""
         for name, _ in self.files():
             if not (self.path / name).is_file():
                 raise ConfigError(
@@ -247,7 +260,7 @@ class PreparedData:
                     self._load(split, kind, shard)
 
     def origin(self, split: str, document: int) -> Origin:
-        """Returns the origin of a document, which is numbered over the whole split."""
+        """Returns the origin of a document, given its number in the split."""
         for shard in self._shards(split):
             if document < shard["documents"]:
                 file, record = self._load(split, "origins", shard)[document].tolist()
@@ -261,7 +274,8 @@ class PreparedData:
         raise IndexError("no such document")
 
     def files(self) -> Iterator[tuple[str, str]]:
-        """Yields (name below the directory, SHA-256) of every file with a digest in the manifest, in order."""
+        """Yields the name, relative to the directory, and the SHA-256 of every file that the manifest lists, in
+        order."""
         yield from sorted(self.manifest["files"].items())
         for split in SPLITS:
             for shard in self._shards(split):
@@ -274,12 +288,13 @@ class PreparedData:
             progress(name)
             if file_digest(self.path / name) != expected:
                 raise ConfigError(
-                    f"data.path: {self.path / name} is damaged: its SHA-256 is not the manifest's; "
-                    "copy it again from where it is whole, or prepare the data again"
+                    f"data.path: {self.path / name} is damaged: its SHA-256 differs from that in the manifest; "
+                    "replace it with an intact copy, or prepare the data again"
                 )
 
     @functools.cached_property
     def _source_names(self) -> list[str]:
+        """Names of the input files in order of their numbers. Raises `ConfigError` if their file is damaged."""
         path = self.path / SOURCES
         try:
             names = [json.loads(line) for line in read(path).decode().splitlines()]
@@ -290,6 +305,7 @@ class PreparedData:
         return names
 
     def _document_starts(self, split: str) -> np.ndarray:
+        """Returns the offset of each document in the stream. Raises `ConfigError` if the offsets are invalid."""
         first = 0  # offset of the shard in the stream
         starts = [np.zeros(0, np.int64)]
         for shard in self._shards(split):
@@ -313,7 +329,7 @@ class PreparedData:
         return self.manifest["splits"][split]["shards"]
 
     def _load(self, split: str, kind: str, shard: dict[str, Any]) -> np.ndarray:
-        """Memory-maps a file. Raises `ConfigError` unless its type, shape and size match the manifest."""
+        """Memory-maps a file of a shard. Raises `ConfigError` unless its type, shape and size match the manifest."""
         path = self.path / split / f"{kind}-{shard['name']}.npy"
         try:
             if path.exists() and not path.is_file():
@@ -325,24 +341,24 @@ class PreparedData:
             raise ConfigError(
                 f"data.path: {path} cannot be read ({printable(reason[:200])}); {_HOW_TO_REPAIR}"
             ) from error
-        name, length = _KINDS[kind]
-        dtype = np.dtype(name or self.manifest["dtype"])
-        width = (2,) if kind == "origins" else ()
-        if array.dtype != dtype or array.shape[1:] != width or array.ndim == 0 or not array.flags.c_contiguous:
-            wrong = f"holds {array.dtype} of shape {array.shape}, where {dtype} belongs"
-        elif len(array) != shard[length]:
-            wrong = f"has {len(array)} {length}, the manifest says {shard[length]}"
+        dtype_name, unit = _KINDS[kind]
+        dtype = np.dtype(dtype_name or self.manifest["dtype"])
+        row_shape = (2,) if kind == "origins" else ()
+        if array.dtype != dtype or array.shape[1:] != row_shape or array.ndim == 0 or not array.flags.c_contiguous:
+            problem = f"holds {array.dtype} of shape {array.shape}, but must hold {dtype}"
+        elif len(array) != shard[unit]:
+            problem = f"has {len(array)} {unit}, but the manifest says {shard[unit]}"
         elif size != array.offset + array.nbytes:
-            wrong = f"has {size} bytes, where its header says {array.offset + array.nbytes}"
+            problem = f"has {size} bytes, but its header says {array.offset + array.nbytes}"
         else:
             return array
-        raise ConfigError(f"data.path: {path} {wrong}; {_HOW_TO_REPAIR}")
+        raise ConfigError(f"data.path: {path} {problem}; {_HOW_TO_REPAIR}")
 
 
 def open_prepared(path: str | Path, key: str = "data.path") -> PreparedData:
     """Opens a directory written by jaxmnt.prepare; `key` is the config key that names it.
 
-    Raises `ConfigError` if it is missing, incomplete, damaged or of another format version.
+    Raises `ConfigError` if the directory is missing, incomplete, damaged or of another format version.
     """
     directory = Path(path)
     if not directory.is_dir():
@@ -351,7 +367,7 @@ def open_prepared(path: str | Path, key: str = "data.path") -> PreparedData:
 
 
 def file_digest(path: Path) -> str:
-    """Returns the SHA-256 of a file, in hex. Raises `ConfigError` if it cannot be read."""
+    """Returns the SHA-256 of a file, in hex. Raises `ConfigError` if the file cannot be read."""
     try:
         with path.open("rb") as stream:
             return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxmnt import storage
-from jaxmnt.data.manifest import LARGEST_VOCABULARY, TOKENIZER_FILE
+from jaxmnt.data.manifest import MAX_VOCABULARY, TOKENIZER_FILE
 from jaxmnt.data.preparation.attempts import remove_leftovers
 from jaxmnt.data.preparation.inputs import (
     Input,
@@ -250,10 +250,8 @@ def _with_vocabulary(job: Job, tokenizer: Tokenizer | None) -> Job:
     else:
         assert settings.vocab_size is not None
         vocab = settings.vocab_size
-    if not 2 <= vocab <= LARGEST_VOCABULARY:
-        raise ConfigError(
-            f"--vocab-size: {vocab} is not the size of a vocabulary; give one from 2 to {LARGEST_VOCABULARY}"
-        )
+    if not 2 <= vocab <= MAX_VOCABULARY:
+        raise ConfigError(f"--vocab-size: {vocab} is not the size of a vocabulary; give one from 2 to {MAX_VOCABULARY}")
     if end is not None and not 0 <= end < vocab:
         raise ConfigError(f"--end-id: {end} is not one of the vocabulary's ids, which are 0 to {vocab - 1}")
     reading = replace(settings.reading, end_id=end, vocab_size=vocab)
