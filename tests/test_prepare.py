@@ -493,7 +493,7 @@ def test_odd_text_files(tmp_path):
         (
             lambda p: [np.save(p / "t.npy", np.arange(3)), (p / "t").write_text("a")],
             {"train_tokenizer": 400},
-            r"token arrays have tokens of another tokenizer",
+            r"token arrays contain tokens of a different tokenizer",
         ),
         (lambda p: (p / "t.jsonl").write_text("[" * 100_000), {}, r"t\.jsonl:1: not valid JSON"),
         (lambda p: (p / "t").write_text(""), {}, r"nothing was found for training"),

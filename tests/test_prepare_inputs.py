@@ -635,7 +635,7 @@ def test_an_input_that_is_no_file_is_told_as_what_it_is(tmp_path):
             prepare(path, tmp_path / "out")
     (tmp_path / "tokenizer.model").write_text("")
     (tmp_path / "t.txt").write_text("text")
-    with pytest.raises(ConfigError, match=r"a tokenizer\.model, which is not supported; convert it to a tokenizer\.json"):
+    with pytest.raises(ConfigError, match=r"tokenizer\.model, which is not supported; convert it to a tokenizer\.json"):
         prepare(tmp_path / "t.txt", tmp_path / "out", tokenizer=str(tmp_path))
 
 

@@ -240,7 +240,7 @@ class Suggestion(NamedTuple):
 
     key: str
     note: str = ""
-    """How the suggested key differs from the one that was typed; empty if it means the same."""
+    """Difference between the suggested key and the one that was typed; empty if they mean the same."""
 
     @property
     def question(self) -> str:

@@ -29,7 +29,7 @@ _UNITS: dict[Kind, str] = {
     "parquet": "row",
     "tokens": "document",
 }
-"""What a record is in each kind of file."""
+"""Name for a record in each kind of file."""
 
 
 class Span(NamedTuple):
@@ -55,7 +55,7 @@ class Extract(NamedTuple):
     record: int
     """Number of the record in the file, from 1."""
     record_unit: str
-    """What a record is: a file (of text), line, row, document or element."""
+    """Name for a record: file (of text), line, row, document or element."""
     line: int | None
     """Number of the line, from 1 in the text of the document, in which the first token begins; None without a
     tokenizer."""
@@ -155,7 +155,7 @@ def _decode(tokenizer: Tokenizer, context: np.ndarray, ids: np.ndarray) -> str:
 
 
 def _record_unit(part: Part, file: str) -> str:
-    """Returns what a record of a file is: a file, line, row, document or element."""
+    """Returns the name for a record in a file: file, line, row, document or element."""
     if isinstance(part, PreparedData):
         return _UNITS[kind_of_file(Path(file))]
     return "element" if isinstance(part, GrainData) else "document"

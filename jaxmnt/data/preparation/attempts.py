@@ -1,7 +1,9 @@
-"""Files of one attempt at a part: written under temporary names, and published unless another attempt was faster.
+"""Writes the files of an attempt to prepare a part under temporary names, and publishes those that are first to be
+complete.
 
-A part may be prepared twice at once, for example if a job is restarted while its first process is still alive. All
-attempts at a part write the same bytes, so the first to finish a file publishes it, and the others remove theirs.
+Two processes may prepare the same part at the same time, for example if a job is restarted while its first process is
+still alive. All attempts at a part write the same bytes, so the first to complete a file publishes it, and the others
+remove theirs.
 """
 
 import errno
@@ -22,33 +24,35 @@ NAME_OF_ATTEMPT = r"[A-Za-z0-9_-]{1,64}\.[0-9]{1,10}\.[0-9a-f]{8}"
 """Pattern of an attempt's name: the host, the process id and a random number."""
 
 _TEMPORARY_FILE = re.compile(r".+\.(?P<host>[A-Za-z0-9_-]{1,64})\.(?P<process>[0-9]{1,10})\.[0-9a-f]{8}\.tmp")
-_NO_HARD_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
-"""Error numbers of file systems without hard links."""
+_NO_HARD_LINK_ERRORS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
+"""Error numbers with which file systems refuse to create a hard link."""
 
 
 class Attempt:
-    """One attempt at a part. A process may make several at a time."""
+    """An attempt to prepare a part. A process may make several attempts at a time."""
 
     def __init__(self, work: Path):
         self._work = work
         self._name = f"{_host()}.{os.getpid()}.{secrets.token_hex(4)}"
 
     def temporary(self, path: Path) -> Path:
-        """Returns the temporary path of the file that will be published as `path`."""
+        """Returns the temporary path of a file that will be published as `path`."""
         prefix = f"{path.parent.name}-" if path.parent.name in SPLITS else ""
         return self._work / f"{prefix}{path.name}.{self._name}.tmp"
 
     @contextmanager
     def writing(self, path: Path, replace: bool = False) -> Iterator[BinaryIO]:
-        """Opens a file that is published completely and durably on exit; `replace` replaces an existing file."""
+        """Opens a file for writing. On exit it is published as `path`, complete and durable. `replace` is that of
+        `publish`."""
         with self.temporary(path).open("xb") as stream:
             yield stream
             self.publish(stream, path, replace)
 
     def publish(self, stream: BinaryIO, path: Path, replace: bool = False) -> None:
-        """Publishes a complete file under its name, durably. `replace` replaces an existing file.
+        """Publishes a complete file under its final name, durably.
 
-        Without it a file of another attempt is kept. Raises `UserError` if that has other contents.
+        If a file of that name exists, `replace` replaces it. Without `replace` the existing file, which another attempt
+        has published, is kept. Raises `UserError` if its contents differ.
         """
         stream.flush()
         os.fsync(stream.fileno())
@@ -73,9 +77,10 @@ class Attempt:
 
 
 def remove_leftovers(work: Path) -> None:
-    """Removes temporary files of killed attempts on this host. Attempts on other hosts may still be running.
+    """Removes the temporary files of killed attempts on this host. Those on other hosts may still be running.
 
-    The caller holds the lock, so an attempt with the id of this process belongs to an earlier process.
+    The caller holds the lock of the output, so if a file has the id of this process, an earlier process with the same
+    id wrote it.
     """
     for path in work.glob("*.tmp"):
         attempt = _TEMPORARY_FILE.fullmatch(path.name)
@@ -89,25 +94,26 @@ def remove_leftovers(work: Path) -> None:
 
 
 def _link(temporary: Path, path: Path) -> None:
-    """Gives the file its final name without replacing. Raises `FileExistsError` if that name exists."""
+    """Gives a file its final name. Raises `FileExistsError` if a file of that name exists."""
     try:
         os.link(temporary, path)
     except OSError as error:
-        if error.errno not in _NO_HARD_LINKS:
+        if error.errno not in _NO_HARD_LINK_ERRORS:
             raise
         if path.exists():
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path)) from None
-        temporary.rename(path)  # racing with another attempt is harmless: the bytes are the same
+        temporary.rename(path)  # a race with another attempt is harmless, because the bytes are the same
 
 
 def _is_running(process: int) -> bool:
+    """Returns True if a process other than this one has this process id."""
     if process == os.getpid():
         return False
     try:
         os.kill(process, 0)
     except (ProcessLookupError, OverflowError):
         return False
-    except PermissionError:  # it is another user's
+    except PermissionError:  # the process belongs to another user
         return True
     return True
 

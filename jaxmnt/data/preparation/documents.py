@@ -1,4 +1,4 @@
-"""Documents before they are encoded, and the settings and report of reading them."""
+"""Documents before they are encoded, and the report of what happened while they were read."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -10,28 +10,28 @@ import numpy as np
 from jaxmnt.data.preparation.inputs import Input, Reading
 from jaxmnt.errors import ConfigError
 
-_MOST_NAMED = 20
-"""Most bad records and binary files of a part that are named; all are counted."""
+_MAX_NAMED = 20
+"""Maximum number of unusable records, and of binary files, of a part that are named. All of them are counted."""
 
 
 class Segment(NamedTuple):
-    """A part of a document's contents."""
+    """A part of the contents of a document."""
 
     content: str | np.ndarray
-    """Text, or tokens that are already encoded."""
+    """Text, or the tokens of a token array."""
     learn: bool = True
-    """True if its tokens are targets."""
+    """True if the tokens of the segment are targets."""
     markup: bool = False
-    """True if names of special tokens in the text stand for those tokens. Only for text that we generate."""
+    """True if names of special tokens in the text stand for those tokens. Only text that we generate has markup."""
 
 
 class BadRecordError(Exception):
-    """A record that cannot be used. The text names the problem."""
+    """Raised for a record that cannot be used. The text describes the problem."""
 
     def __init__(self, text: str, advice: str = ""):
         super().__init__(text)
         self.advice = advice
-        """Ways to solve the problem other than skipping such records."""
+        """Advice to solve the problem without skipping such records; empty if there is none."""
 
 
 def kind_of(value: Any) -> str:
@@ -51,16 +51,16 @@ class Document(NamedTuple):
 
     file: Input
     record: int
-    """Number of the record, from 1 within the part's range of the file."""
+    """Number of the record, counted from 1 in the part's range of the file."""
     key: bytes
     """Digest that decides whether the document is held out."""
     segments: Iterable[Segment]
-    """The contents, which are iterated once: a list, or an iterator for contents that may be long. All segments of an
-    iterator are targets, and text unless the document is `closed`."""
+    """The contents: a list, or, if they may be long, an iterator, which can be used only once. All segments of an
+    iterator are targets. They are text, unless the document is `closed`."""
     closed: bool = False
-    """True if no end of document is added, because the input is a token array."""
+    """True if no end of document must be added, because the input is a token array."""
     end_is_target: bool = True
-    """True if the end of document that is added is a target."""
+    """True if the end of document that will be added is a target."""
     continues: bool = False
     """True if this continues a document that began in the previous part."""
 
@@ -70,52 +70,58 @@ class Counts:
     """Counts of records and documents that were left out or changed."""
 
     skipped: int = 0
+    """Number of records skipped because they cannot be used."""
     remarks: list[str] = field(default_factory=list)
-    """Problems of the first records that were skipped."""
+    """Descriptions of the first skipped records and their problems."""
     empty: int = 0
+    """Number of empty documents, which are left out."""
     without_targets: int = 0
-    """Conversations left out because they have no targets."""
+    """Number of conversations left out because they have no targets."""
     replaced: int = 0
+    """Number of documents in which invalid bytes were replaced."""
     long: int = 0
-    """Documents left out because they are too long."""
+    """Number of documents left out because they are too long."""
     split: int = 0
-    """Documents split because they are too long."""
+    """Number of documents split because they are too long."""
     binary: int = 0
+    """Number of binary files, which are left out."""
     binary_names: list[str] = field(default_factory=list)
-    """Names of some of the binary files."""
+    """Names of the first binary files."""
 
 
 @dataclass(kw_only=True)
 class Report(Counts):
-    """The settings for reading a part, and the counts of what happened."""
+    """The settings for reading a part, and counts of what happened while it was read."""
 
     reading: Reading
     skip_bad: bool
     """True if records that cannot be used are skipped."""
     advance: Callable[[int], None]
-    """Called with the number of bytes read since the last call."""
+    """Function to call with the number of bytes read since the last call."""
     records: dict[int, int] = field(default_factory=dict)
-    """Records read in each file, including those left out."""
+    """Number of records read from each file, including those left out."""
     lengths: Counter[int] = field(default_factory=Counter)
-    """Number of documents of token arrays by length in tokens."""
+    """Number of documents in token arrays, by their length in tokens."""
 
     def refuse(self, error: BadRecordError, where: str) -> None:
-        """Skips the record at `where`. Raises `ConfigError` if bad records must stop the preparation."""
+        """Skips the record at `where`, which cannot be used. Raises `ConfigError` if such records must stop the
+        preparation."""
         if not self.skip_bad:
             advice = error.advice and f"{error.advice}; "
             raise ConfigError(f"--input: {where}: {error}; {advice}to leave such records out: --on-error skip")
         self.skipped += 1
-        if self.skipped <= _MOST_NAMED:
+        if self.skipped <= _MAX_NAMED:
             self.remarks.append(f"{where}: {error}")
 
     def replace_invalid(self, problem: str) -> None:
-        """Counts a document with replaced bytes. Raises `BadRecordError` unless `replace_invalid` is set."""
+        """Counts a document in which invalid bytes are replaced. Raises `BadRecordError` if the settings do not allow
+        it."""
         if not self.reading.replace_invalid:
             raise BadRecordError(problem)
         self.replaced += 1
 
     def decoded(self, raw: bytes, where: str) -> str:
-        """Decodes UTF-8. Raises `BadRecordError` for invalid bytes unless `replace_invalid` is set."""
+        """Decodes UTF-8. Raises `BadRecordError` for invalid bytes, unless the settings allow replacing them."""
         try:
             return raw.decode("utf-8")
         except UnicodeDecodeError as error:
@@ -123,8 +129,11 @@ class Report(Counts):
             return raw.decode("utf-8", errors="replace")
 
     def leave_out_long(self, can_split: bool) -> None:
-        """Counts a record that is too long and not split, or raises `BadRecordError`. `can_split` is True if its format
-        can be split."""
+        """Counts a record that is left out because it is too long.
+
+        Raises `BadRecordError` if the settings do not allow leaving it out. `can_split` is True if records of this
+        format can be split.
+        """
         reading = self.reading
         if reading.long_documents == "skip":
             self.long += 1
@@ -140,5 +149,5 @@ class Report(Counts):
 
     def leave_out_binary(self, name: str) -> None:
         self.binary += 1
-        if self.binary <= _MOST_NAMED:
+        if self.binary <= _MAX_NAMED:
             self.binary_names.append(name)

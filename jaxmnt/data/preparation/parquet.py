@@ -1,7 +1,8 @@
-"""Reads documents from Parquet, and checks the size of cells before they are read.
+"""Reads documents from Parquet files, and checks the size of cells before reading them.
 
-Reading damaged metadata of a column may abort the process in native code instead of raising an error. So a child
-process reads it: python -m jaxmnt.data.preparation.parquet FILE GROUP … writes the sizes of column chunks as JSON.
+Reading the metadata of a column may abort the process in native code if they are damaged, instead of raising an error.
+So a child process reads them: python -m jaxmnt.data.preparation.parquet FILE GROUP … writes the sizes of column chunks
+as JSON.
 """
 
 import codecs
@@ -27,40 +28,44 @@ from jaxmnt.data.preparation.records import (
 from jaxmnt.errors import ConfigError, printable
 from jaxmnt.strict_json import json_text
 
-_HEADER_BYTES = 2**16
-"""Upper bound of a page header's size; writers truncate the statistics in it."""
+_MAX_HEADER_BYTES = 2**16
+"""Maximum size of a page header. It is small, because writers truncate the statistics in it."""
 
-_UNCOMPRESSED, _COMPRESSED = 2, 3
+_UNCOMPRESSED_SIZE_ID = 2
+_COMPRESSED_SIZE_ID = 3
 """Thrift ids of the fields uncompressed_page_size and compressed_page_size of a page header."""
 
-_BINARY, _STRUCT = 8, 12
-_NUMBERS = (4, 5, 6)
-_SIZES = {1: 0, 2: 0, 3: 1, 7: 8}
-"""Type codes of Thrift's compact protocol; `_SIZES` has the bytes of true, false, a byte and a double."""
+_BINARY_TYPE = 8
+_STRUCT_TYPE = 12
+_INTEGER_TYPES = (4, 5, 6)
+_BYTES_BY_TYPE = {1: 0, 2: 0, 3: 1, 7: 8}
+"""Type codes of Thrift's compact protocol. `_BYTES_BY_TYPE` has the sizes of true, false, a byte and a double."""
 
 
 class Column(NamedTuple):
-    """A column chunk: the part of a column in one row group."""
+    """A column chunk, which is the part of a column in one row group."""
 
     field: str
-    """Top-level field of the record that the column belongs to."""
+    """Top-level field of the records to which the column belongs."""
     uncompressed: int
+    """Size of the chunk when decompressed, in bytes."""
     start: int
-    """Offset in the file of its first page, in bytes."""
+    """Offset of the first page in the file, in bytes."""
     stop: int
+    """Offset of the end of the last page in the file, in bytes."""
 
 
 def columns_of(path: Path, groups: Sequence[int]) -> list[list[Column]]:
-    """Returns the column chunks of each of these row groups. Raises `ValueError` if their metadata is damaged."""
+    """Returns the column chunks of each of these row groups. Raises `ValueError` if their metadata are damaged."""
     arguments = [sys.executable, "-m", __name__, str(path), *map(str, groups)]
     child = subprocess.run(arguments, capture_output=True, check=False)
     if child.returncode == 0:
         return [[Column(*column) for column in columns] for columns in json.loads(child.stdout)]
     code = child.returncode
-    ended = f"ended with {signal.Signals(-code).name if code < 0 else f'exit code {code}'}"
+    outcome = signal.Signals(-code).name if code < 0 else f"exit code {code}"
     lines = child.stderr.decode(errors="replace").strip().splitlines()
     why = f": {lines[-1].strip()}" if lines else ""
-    raise ValueError(f"reading the metadata of its columns {ended}{why}")
+    raise ValueError(f"reading the metadata of its columns ended with {outcome}{why}")
 
 
 def _column_of(column: Any) -> Column:
@@ -81,76 +86,84 @@ def _print_column_sizes(path: str, *groups: str) -> None:
 
 
 def largest_page(stream: BinaryIO, column: Column) -> int:
-    """Returns the decompressed bytes of the largest page of a column chunk. Raises `ValueError` for damaged headers."""
-    place, largest = column.start, 0
-    while place < column.stop:
-        stream.seek(place)
-        header = _Header(stream.read(_HEADER_BYTES))
+    """Returns the size in bytes of the largest page of a column chunk when decompressed.
+
+    Raises `ValueError` if the header of a page is damaged.
+    """
+    offset = column.start
+    largest = 0
+    while offset < column.stop:
+        stream.seek(offset)
+        parser = _HeaderParser(stream.read(_MAX_HEADER_BYTES))
         try:
-            sizes = header.numbers()
-            if sizes[_COMPRESSED] < 0:
-                raise IndexError("a page of less than no bytes")
-            largest = max(largest, sizes[_UNCOMPRESSED])
-            place += header.place + sizes[_COMPRESSED]
+            sizes = parser.read_integers()
+            if sizes[_COMPRESSED_SIZE_ID] < 0:
+                raise IndexError("a page of negative size")
+            largest = max(largest, sizes[_UNCOMPRESSED_SIZE_ID])
+            offset += parser.offset + sizes[_COMPRESSED_SIZE_ID]
         except (IndexError, KeyError):
-            raise ValueError(f"the header of the page at byte {place} is damaged") from None
+            raise ValueError(f"the header of the page at byte {offset} is damaged") from None
     return largest
 
 
-class _Header:
-    """Parses a page header in Thrift's compact protocol. Raises `IndexError` if it is damaged."""
+class _HeaderParser:
+    """Parses a page header in Thrift's compact protocol. The methods raise `IndexError` if the header is damaged."""
 
     def __init__(self, raw: bytes):
         self._raw = raw
-        self.place = 0
+        self.offset = 0
+        """Number of bytes that have been read."""
 
-    def numbers(self) -> dict[int, int]:
+    def read_integers(self) -> dict[int, int]:
         """Reads a struct, and returns its integers by field id."""
-        values, field = {}, 0
-        while byte := self._byte():
-            # A field header has the increment of the field id in the high half, and the type in the low half.
-            step, kind = byte >> 4, byte & 15
-            field = field + step if step else self._number()
-            if kind in _NUMBERS:
-                values[field] = self._number()
+        integers = {}
+        field_id = 0
+        while byte := self._read_byte():
+            # A field header has the increment of the field id in the high four bits, and the type in the low four.
+            increment = byte >> 4
+            type_code = byte & 15
+            field_id = field_id + increment if increment else self._read_integer()
+            if type_code in _INTEGER_TYPES:
+                integers[field_id] = self._read_integer()
             else:
-                self._skip(kind)
-        return values
+                self._skip(type_code)
+        return integers
 
-    def _byte(self) -> int:
-        self.place += 1
-        return self._raw[self.place - 1]
+    def _read_byte(self) -> int:
+        self.offset += 1
+        return self._raw[self.offset - 1]
 
-    def _unsigned(self) -> int:
-        value = shift = 0
+    def _read_unsigned(self) -> int:
+        number = shift = 0
         while True:
-            byte = self._byte()
-            value |= (byte & 127) << shift
+            byte = self._read_byte()
+            number |= (byte & 127) << shift
             shift += 7
             if byte < 128:
-                return value
+                return number
 
-    def _number(self) -> int:
-        value = self._unsigned()  # zigzag encoding
-        return value >> 1 ^ -(value & 1)
+    def _read_integer(self) -> int:
+        encoded = self._read_unsigned()  # zigzag encoding
+        return encoded >> 1 ^ -(encoded & 1)
 
-    def _skip(self, kind: int) -> None:
-        if kind == _STRUCT:
-            self.numbers()
-        elif kind == _BINARY:
-            size = self._unsigned()  # advances self.place
-            self.place += size
-        elif kind in _SIZES:
-            self.place += _SIZES[kind]
+    def _skip(self, type_code: int) -> None:
+        """Skips a field of this type."""
+        if type_code == _STRUCT_TYPE:
+            self.read_integers()
+        elif type_code == _BINARY_TYPE:
+            size = self._read_unsigned()  # changes self.offset, so this cannot be part of the next line
+            self.offset += size
+        elif type_code in _BYTES_BY_TYPE:
+            self.offset += _BYTES_BY_TYPE[type_code]
         else:
-            raise IndexError("headers of pages have no lists and maps")
+            raise IndexError("page headers have no lists or maps")
 
 
-_ROWS = 8
-"""Rows held in memory at a time: each may be as long as the largest document."""
+_ROWS_PER_BATCH = 8
+"""Number of rows in memory at a time. It is small, because each row may be as long as the longest document."""
 
-_LARGE_PAGE = 2**27
-"""Pages up to this many bytes are always read, because some programs write them."""
+_MIN_PAGE_LIMIT = 2**27
+"""Pages of up to this many bytes are always read, because some programs write such pages."""
 
 
 def read_parquet(piece: Piece, report: Report) -> Iterator[Document]:
@@ -160,76 +173,80 @@ def read_parquet(piece: Piece, report: Report) -> Iterator[Document]:
     file, reading = piece.file, report.reading
     parquet = open_parquet(file)
     groups = list(range(piece.start, piece.stop))
-    before = sum(parquet.metadata.row_group(group).num_rows for group in range(piece.start))
-    column_names = _columns(file, parquet.schema_arrow, reading)
+    rows_before = sum(parquet.metadata.row_group(group).num_rows for group in range(piece.start))
+    column_names = _columns_to_read(file, parquet.schema_arrow, reading)
     if reading.long_documents == "error":
         _check_pages(file, parquet.metadata, groups, column_names, reading)
-    number, share = 0, file.size // max(1, parquet.metadata.num_rows)
+    number = 0
+    mean_row_bytes = file.size // max(1, parquet.metadata.num_rows)
     try:
-        for batch in parquet.iter_batches(_ROWS, row_groups=groups, columns=column_names, use_threads=False):
+        for batch in parquet.iter_batches(_ROWS_PER_BATCH, row_groups=groups, columns=column_names, use_threads=False):
             for row in _rows_of(batch, reading):
                 number += 1
-                report.advance(share)
+                report.advance(mean_row_bytes)
                 try:
                     yield from _documents(row, number, file, report)
                 except BadRecordError as error:
-                    report.refuse(error, f"{file.shown}: row {before + number}")
+                    report.refuse(error, f"{file.printable_path}: row {rows_before + number}")
     except ArrowException as error:
         raise damaged_parquet(file, error) from error
     report.records[file.number] = number
 
 
-def _columns(file: Input, schema: Any, reading: Reading) -> list[str]:
-    """Returns the columns to read. Raises `ConfigError` if they are missing, or if the text column holds no text."""
+def _columns_to_read(file: Input, schema: Any, reading: Reading) -> list[str]:
+    """Returns the names of the columns to read. Raises `ConfigError` if one is missing, or has the wrong type."""
     names = schema.names
     columns = f"its columns: {names_of(names)}"
     if reading.chat:
         column_names = fields_to_read(names, reading)
         if set(SHAPES).isdisjoint(column_names):
-            raise ConfigError(f"--input: {file.shown} has no column {KNOWN_SHAPES}; {columns}")
+            raise ConfigError(f"--input: {file.printable_path} has no column {KNOWN_SHAPES}; {columns}")
         return column_names
     field = reading.text_field
     if field not in names:
         advice = conversation_advice(names)
         raise ConfigError(
-            f"--input: {file.shown} has no column {printable(field)}; {columns}{advice and '; ' + advice}"
+            f"--input: {file.printable_path} has no column {printable(field)}; {columns}{advice and '; ' + advice}"
         )
     kind = schema.types[names.index(field)]
     if not _is_text(kind):
         raise ConfigError(
-            f"--input: {file.shown}: its column {printable(field)} holds {printable(str(kind)[:80])}, which is not "
-            "text; --text-field names another"
+            f"--input: {file.printable_path}: its column {printable(field)} holds {printable(str(kind)[:80])}, which "
+            "is not text; --text-field names another"
         )
     return [field]
 
 
 def _check_pages(file: Input, metadata: Any, groups: list[int], column_names: list[str], reading: Reading) -> None:
-    """Raises `ConfigError` for pages that need too much memory: a small file may hold a very large cell."""
-    limit = max(2 * reading.max_document, _LARGE_PAGE)
-    large = [group for group in groups if metadata.row_group(group).total_byte_size > limit]
-    if not large:
+    """Raises `ConfigError` for a page that needs too much memory, because even a small file may hold a very large
+    cell."""
+    limit = max(2 * reading.max_document, _MIN_PAGE_LIMIT)
+    large_groups = [group for group in groups if metadata.row_group(group).total_byte_size > limit]
+    if not large_groups:
         return
     try:
         with file.path.open("rb") as stream:
-            for group, columns in zip(large, columns_of(file.path, large), strict=True):
-                read = [column for column in columns if column.field in column_names and column.uncompressed > limit]
-                size = max((largest_page(stream, column) for column in read), default=0)
+            for group, columns in zip(large_groups, columns_of(file.path, large_groups), strict=True):
+                large_columns = [
+                    column for column in columns if column.field in column_names and column.uncompressed > limit
+                ]
+                size = max((largest_page(stream, column) for column in large_columns), default=0)
                 if size > limit:
                     first = 1 + sum(metadata.row_group(before).num_rows for before in range(group))
                     last = first + metadata.row_group(group).num_rows - 1
                     raise ConfigError(
-                        f"--input: {file.shown}: a page between rows {first} and {last} has {size / 2**20:.0f} MiB and "
-                        "must be read at once; raise --max-document-mib if memory allows, or set "
-                        "--long-documents split or skip"
+                        f"--input: {file.printable_path}: a page between rows {first} and {last} has "
+                        f"{size / 2**20:.0f} MiB and must be read at once; raise --max-document-mib if memory allows, "
+                        "or set --long-documents split or skip"
                     )
     except ValueError as error:
         raise damaged_parquet(file, error) from error
 
 
 def _rows_of(batch: Any, reading: Reading) -> Iterator[Any]:
-    """Returns the rows of a batch, not yet decoded.
+    """Returns the rows of a batch, which are not decoded yet.
 
-    A single text column is read as bytes, because Parquet does not guarantee that text is UTF-8.
+    Text is returned as bytes, because Parquet does not guarantee that it is UTF-8.
     """
     if reading.chat:
         return (batch.slice(row, 1) for row in range(len(batch)))
@@ -237,7 +254,7 @@ def _rows_of(batch: Any, reading: Reading) -> Iterator[Any]:
 
 
 def _documents(row: Any, number: int, file: Input, report: Report) -> Iterator[Document]:
-    """Yields the documents of a row from `_rows_of`. Raises `BadRecordError`."""
+    """Yields the documents in a row that `_rows_of` returned. Raises `BadRecordError` if the row cannot be used."""
     reading = report.reading
     size = row.nbytes if reading.chat else len(row or b"")
     if size <= reading.max_document:
@@ -259,13 +276,17 @@ def _conversation(row: Any) -> Any:
 
 
 def _split(text: bytes, number: int, file: Input, report: Report) -> Iterator[Document]:
-    """Splits a text that is too long into documents, which are all held out or all not. Raises `BadRecordError`."""
-    start, size = 0, report.reading.max_document
+    """Splits a text that is too long into documents. Either all or none of them are held out.
+
+    Raises `BadRecordError` for bytes that are not UTF-8, unless they are to be replaced.
+    """
+    size = report.reading.max_document
+    valid_bytes = 0
     try:
         for _, stop in _pieces(text, size, "strict"):
-            start = stop
+            valid_bytes = stop
     except UnicodeDecodeError as error:
-        where = f"at byte {start + error.start} of {printable(report.reading.text_field)}"
+        where = f"at byte {valid_bytes + error.start} of {printable(report.reading.text_field)}"
         report.replace_invalid(f"not valid UTF-8 {where}")
     report.split += 1
     key = b""
@@ -276,7 +297,10 @@ def _split(text: bytes, number: int, file: Input, report: Report) -> Iterator[Do
 
 
 def _pieces(text: bytes, size: int, errors: str) -> Iterator[tuple[str, int]]:
-    """Cuts a text into pieces of at most `size` bytes and of whole characters, and yields each with its end."""
+    """Cuts a text between characters into pieces of at most `size` bytes, and yields each piece with its end offset.
+
+    `errors` is `strict` or `replace`, as for `bytes.decode`.
+    """
     stop = 0
     while stop < len(text):
         piece, consumed = codecs.utf_8_decode(text[stop : stop + size], errors, stop + size >= len(text))
@@ -285,7 +309,7 @@ def _pieces(text: bytes, size: int, errors: str) -> Iterator[tuple[str, int]]:
 
 
 def _is_text(kind: Any) -> bool:
-    """Returns True if a column of this type may hold text: strings, bytes, or only nulls."""
+    """Returns True if a column of this type may hold text, which is strings, bytes or only nulls."""
     from pyarrow import BaseExtensionType, types
 
     if isinstance(kind, BaseExtensionType):

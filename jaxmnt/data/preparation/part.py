@@ -1,4 +1,4 @@
-"""Prepares one part: reads its documents, encodes them and writes shards."""
+"""Prepares a part: reads its documents, encodes them, and writes shards."""
 
 import io
 import json
@@ -29,8 +29,9 @@ WORK = "work"
 """Name of the folder in the output that holds an unfinished preparation."""
 
 _HEADER_BYTES = 128
-_PIECE = 2**20
-"""Tokens that are counted and written at a time; counting takes 8 bytes for each."""
+"""Size of the header of a .npy file."""
+_TOKENS_PER_WRITE = 2**20
+"""Number of tokens to count and write at a time. Counting takes 8 bytes per token."""
 
 
 @dataclass(frozen=True)
@@ -41,34 +42,37 @@ class Job:
     parts: list[Part]
     output: Path
     settings: Settings
-    """`reading` has the vocabulary and end of document of the tokenizer, once it is known."""
+    """Once the tokenizer is known, `reading` has its vocabulary size and end of document."""
 
     @property
     def work(self) -> Path:
         return self.output / WORK
 
     def record_path(self, part: int) -> Path:
-        """Returns the path of a part's record. If the file exists, the part is done."""
+        """Returns the path of the record of a part. If the file exists, the part is done."""
         return self.work / f"part-{part:05d}.json"
 
     def counts_path(self, part: int) -> Path:
+        """Returns the path of the token counts of a part."""
         return self.work / f"counts-{part:05d}.npy"
 
     def origins_path(self, split: str, shard: str) -> Path:
+        """Returns the path of the origins of a shard, before `plan.commit` publishes them."""
         return self.work / f"{split}-origins-{shard}.npy"
 
     @property
     def dtype(self) -> np.dtype:
-        """The smallest unsigned type that holds every id."""
+        """The smallest unsigned type that can hold every token id."""
         return np.min_scalar_type(self.settings.reading.vocab_size - 1)
 
 
 class NpyWriter:
-    """A one-dimensional .npy file that is appended to, and published under its name when it is complete."""
+    """Writes a one-dimensional .npy file piece by piece, and publishes it when it is complete."""
 
     def __init__(self, path: Path, attempt: Attempt, dtype: np.dtype):
         self._path, self._attempt, self._dtype = path, attempt, dtype
         self.length = 0
+        """Number of elements so far."""
         self._file: BinaryIO = attempt.temporary(path).open("xb", buffering=2**20)
         self._file.write(b"\0" * _HEADER_BYTES)
 
@@ -77,7 +81,7 @@ class NpyWriter:
         self.length += len(values)
 
     def close(self) -> str:
-        """Finishes the file, durably, and returns its SHA-256."""
+        """Publishes the complete file, durably, and returns its SHA-256."""
         self._file.seek(0)
         self._file.write(_npy_header(self._dtype, self.length))
         self._attempt.publish(self._file, self._path)
@@ -86,39 +90,40 @@ class NpyWriter:
 
 
 class ShardWriter:
-    """Writes a part's shards of one split, cut after `shard_tokens` tokens."""
+    """Writes the shards of one split of a part. A shard ends after `shard_tokens` tokens."""
 
     def __init__(self, job: Job, split: str, part: int, attempt: Attempt):
         self._job, self._split, self._part, self._attempt = job, split, part, attempt
         self._shards: list[dict[str, Any]] = []
         self._open: dict[str, NpyWriter] = {}
-        """The files of the current shard by kind: tokens, and learn for conversations."""
+        """The open files of the current shard by kind: `tokens`, and `learn` for conversations."""
         self._starts, self._origins = array("q"), array("q")
         self.counts = np.zeros(job.settings.reading.vocab_size, np.int64)
-        """Occurrences of each token."""
+        """Number of occurrences of each token."""
         self._targets = 0
         self._text_bytes: int | None = 0
 
     def begin_document(self, file: int, record: int) -> None:
-        """Begins a document of this origin, to which the next tokens belong."""
-        start = self._shard()["tokens"].length  # may begin a new shard, which resets _starts
+        """Begins a document, to which the next tokens belong. Its origin is this record of this file."""
+        start = self._current_shard()["tokens"].length  # this may begin a new shard, which resets _starts
         self._starts.append(start)
         self._origins.extend((file, record))
 
     def count_text(self, segment: Segment) -> None:
-        """Counts the UTF-8 bytes of text whose tokens are targets. For token arrays the count is unknown (None)."""
+        """Counts the UTF-8 bytes of text whose tokens are targets. With token arrays the count becomes unknown
+        (None)."""
         if not isinstance(segment.content, str):
             self._text_bytes = None
         elif self._text_bytes is not None and segment.learn and not segment.markup:
             self._text_bytes += len(segment.content.encode(errors="replace"))
 
     def add(self, tokens: np.ndarray, learn: bool) -> None:
-        """Appends tokens to the current document. `learn` is True if they are targets."""
+        """Appends tokens to the current document. `learn` is True if the tokens are targets."""
         self._targets += learn * len(tokens)
         while len(tokens):
-            files = self._shard()
+            files = self._current_shard()
             room = self._job.settings.shard_tokens - files["tokens"].length
-            piece = tokens[: min(room, _PIECE)]
+            piece = tokens[: min(room, _TOKENS_PER_WRITE)]
             np.add.at(self.counts, piece.astype(np.intp), 1)
             files["tokens"].append(piece)
             if "learn" in files:
@@ -126,14 +131,14 @@ class ShardWriter:
             tokens = tokens[len(piece) :]
 
     def close(self) -> dict[str, Any]:
-        """Finishes the shards, and returns the split's entry for the part's record."""
+        """Publishes the last shard, and returns the entry of the split for the record of the part."""
         if self._open:
             self._close_shard()
         totals = {name: sum(shard[name] for shard in self._shards) for name in ("documents", "tokens")}
         return totals | {"targets": self._targets, "text_bytes": self._text_bytes, "shards": self._shards}
 
-    def _shard(self) -> dict[str, NpyWriter]:
-        """Returns the files of a shard with room for at least one token; opens a new shard if necessary."""
+    def _current_shard(self) -> dict[str, NpyWriter]:
+        """Returns the files of a shard that has room for at least one token. Begins a new shard if necessary."""
         if self._open and self._open["tokens"].length >= self._job.settings.shard_tokens:
             self._close_shard()
         if not self._open:
@@ -145,7 +150,7 @@ class ShardWriter:
     def _close_shard(self) -> None:
         starts = self._writer("documents", np.dtype(np.int64))
         starts.append(np.array(self._starts, np.int64))
-        # Origins number records within the part; plan.commit adds the records of earlier parts of the file.
+        # Records are numbered from the start of the part. plan.commit adds the number of records in earlier parts.
         origins = np.array(self._origins, np.int64).reshape(-1, 2)
         save_array(self._job.origins_path(self._split, self._name), origins, self._attempt)
         files = self._open | {"documents": starts}
@@ -166,28 +171,30 @@ class ShardWriter:
 
 
 def save_array(path: Path, array: np.ndarray, attempt: Attempt) -> None:
-    """Publishes a small array completely and durably."""
+    """Publishes a small array, complete and durable."""
     with attempt.writing(path) as stream:
         np.save(stream, array)
 
 
 def read_array(path: Path, *shape: int | None) -> np.ndarray:
-    """Reads an int64 array that `save_array` published. None in `shape` stands for any length. Raises `ConfigError` if
-    it is damaged."""
+    """Reads an int64 array of this shape that `save_array` published. None in `shape` allows any length.
+
+    Raises `ConfigError` if the array is damaged.
+    """
     try:
         array = np.load(io.BytesIO(storage.read(path)), allow_pickle=False)
     except Exception as error:  # NumPy may raise any exception for a damaged header
         raise _damaged(path) from error
     lengths = zip(shape, array.shape, strict=False)
-    fits = len(shape) == array.ndim and all(expected in (None, actual) for expected, actual in lengths)
-    if not fits or array.dtype != np.int64:
+    has_shape = len(shape) == array.ndim and all(expected in (None, actual) for expected, actual in lengths)
+    if not has_shape or array.dtype != np.int64:
         raise _damaged(path)
     return array
 
 
 def write_record(path: Path, record: dict[str, Any], attempt: Attempt | None = None) -> None:
-    """Publishes a sealed record that a resumed preparation will read. With `attempt`, an existing one is kept."""
-    text = sealed_text(json.loads(json_text(record)))  # keys become strings, as they will be read
+    """Publishes a sealed record, which a resumed preparation will read. With `attempt`, an existing record is kept."""
+    text = sealed_text(json.loads(json_text(record)))  # the conversion turns keys into strings, as in the file
     if attempt is None:
         publish(path, text)
         return
@@ -196,7 +203,7 @@ def write_record(path: Path, record: dict[str, Any], attempt: Attempt | None = N
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """Reads a record that `write_record` published. Raises `ConfigError` if it is damaged."""
+    """Reads a record that `write_record` published. Raises `ConfigError` if the record is damaged."""
     try:
         return unsealed(json.loads(storage.read(path).decode()))
     except (OSError, ValueError, AttributeError, RecursionError) as error:
@@ -206,12 +213,12 @@ def read_record(path: Path) -> dict[str, Any]:
 def _damaged(path: Path) -> ConfigError:
     return ConfigError(
         f"--output: {path} of an unfinished preparation is damaged, or of an older version; remove the output and "
-        "prepare again"
+        "prepare the data again"
     )
 
 
 def _npy_header(dtype: np.dtype, length: int) -> bytes:
-    """Returns a header of version 1.0 of the format, padded to a fixed size so that it can be written last."""
+    """Returns a .npy header of format version 1.0, padded to a fixed size, so that it can be written last."""
     text = repr({"descr": dtype.newbyteorder("<").str, "fortran_order": False, "shape": (length,)})
     padded = text.ljust(_HEADER_BYTES - 11) + "\n"
     return b"\x93NUMPY\x01\x00" + len(padded).to_bytes(2, "little") + padded.encode("ascii")
@@ -229,29 +236,28 @@ def read_part(part: Part, report: Report) -> Iterator[Document]:
             yield from readers[file.kind](piece, report)
         except OSError as error:
             if error.filename is None:
-                raise ConfigError(f"--input: {file.shown} cannot be read: {printable(str(error))}") from error
+                raise ConfigError(f"--input: {file.printable_path} cannot be read: {printable(str(error))}") from error
             raise_unreadable(error)
 
 
 _BATCH_CHARACTERS = 2**19
-"""Characters that are encoded at a time, because encoding many short texts one by one is slower."""
+"""Number of characters to encode at a time, because encoding many short texts one by one is slower."""
 
 COUNTED = [field.name for field in fields(Counts)]
-"""Fields of `Counts` that a part's record stores."""
+"""Names of the counts that the record of a part stores."""
 
 
 def prepare_part(job: Job, part: Part, tokenizer: Tokenizer | None, advance: Callable[[int], None]) -> None:
-    """Prepares one part. Raises `ConfigError` for bad input, and `OSError` if the output cannot be written."""
+    """Prepares a part. Raises `ConfigError` for invalid input, and `OSError` if the output cannot be written."""
     reading = job.settings.reading
     attempt = Attempt(job.work)
     report = Report(reading=reading, skip_bad=job.settings.skip_bad, advance=advance)
     writers = {split: ShardWriter(job, split, part.number, attempt) for split in SPLITS}
     try:
         documents = (
-            _with_text_counted(document, writers[split_of(document, job.settings)])
-            for document in read_part(part, report)
+            _count_text(document, writers[split_of(document, job.settings)]) for document in read_part(part, report)
         )
-        for document, encoded in _encoded(documents, tokenizer):
+        for document, encoded in _encode(documents, tokenizer):
             writer = writers[split_of(document, job.settings)]
             if not document.continues:
                 writer.begin_document(document.file.number, document.record)
@@ -260,7 +266,7 @@ def prepare_part(job: Job, part: Part, tokenizer: Tokenizer | None, advance: Cal
             if not document.closed:
                 assert reading.end_id is not None
                 writer.add(np.array([reading.end_id]), document.end_is_target)
-        # The record is published last, since it marks the part as done.
+        # The record is published last, because it marks the part as done.
         splits = {split: writer.close() for split, writer in writers.items()}
         save_array(job.counts_path(part.number), np.stack([writer.counts for writer in writers.values()]), attempt)
         record = {"splits": splits, "records": report.records, "lengths": report.lengths}
@@ -270,37 +276,43 @@ def prepare_part(job: Job, part: Part, tokenizer: Tokenizer | None, advance: Cal
         attempt.remove_unpublished()
 
 
-def _with_text_counted(document: Document, writer: ShardWriter) -> Document:
-    """Returns the document, and has the writer count its text. Long documents are counted as they are read."""
+def _count_text(document: Document, writer: ShardWriter) -> Document:
+    """Lets the writer count the text of a document, and returns the document.
 
-    def counted() -> Iterator[Segment]:
+    The text of a long document is counted later, while its segments are read.
+    """
+
+    def counting_segments() -> Iterator[Segment]:
         for segment in document.segments:
             writer.count_text(segment)
             yield segment
 
-    return document._replace(segments=list(counted()) if isinstance(document.segments, list) else counted())
+    segments = counting_segments()
+    return document._replace(segments=list(segments) if isinstance(document.segments, list) else segments)
 
 
 def held_out_documents(job: Job, part: Part) -> Iterator[tuple[bool, Document]]:
-    """Yields (is held out, document) for each document of a part, and skips bad records."""
+    """Yields each document of a part, with True before it if the document is held out. Skips records that cannot be
+    used."""
     report = Report(reading=job.settings.reading, skip_bad=True, advance=lambda count: None)
     for document in read_part(part, report):
         yield split_of(document, job.settings) == "eval", document
 
 
 def split_of(document: Document, settings: Settings) -> str:
-    """Returns train or eval. Requires a held-out share in `settings` (`inputs.decide_held_out`)."""
+    """Returns the split of a document: `train` or `eval`. Requires that `inputs.decide_held_out` has set the held-out
+    share in `settings`."""
     fraction = settings.eval_fraction
     assert fraction is not None
     return document.file.split or ("eval" if int.from_bytes(document.key[:8], "big") < fraction * 2**64 else "train")
 
 
 Tokens = tuple[np.ndarray, bool]
-"""Tokens of part of a document, and True if they are targets."""
+"""Tokens from a document, and True if they are targets."""
 
 
-def _encoded(documents: Iterator[Document], tokenizer: Tokenizer | None) -> Iterator[tuple[Document, Iterable[Tokens]]]:
-    """Yields each document with its tokens. Short documents are encoded together, long ones a segment at a time."""
+def _encode(documents: Iterator[Document], tokenizer: Tokenizer | None) -> Iterator[tuple[Document, Iterable[Tokens]]]:
+    """Yields each document with its tokens. Encodes short documents together, and long ones a segment at a time."""
     batch = []
     characters = 0
     for document in documents:
@@ -319,7 +331,7 @@ def _encoded(documents: Iterator[Document], tokenizer: Tokenizer | None) -> Iter
 def _encode_together(
     batch: list[tuple[Document, list[Segment]]], tokenizer: Tokenizer | None
 ) -> Iterator[tuple[Document, Iterable[Tokens]]]:
-    """Encodes a batch of short documents at once. Token arrays pass unchanged."""
+    """Encodes a batch of short documents together, and yields each with its tokens. Token arrays are not changed."""
     texts = [
         [Piece(segment.content, segment.markup) for segment in segments if isinstance(segment.content, str)]
         for _, segments in batch
@@ -327,12 +339,12 @@ def _encode_together(
     assert tokenizer is not None or not any(texts)
     encoded: list[list[Any]] = texts if tokenizer is None else encode_pieces(tokenizer, texts)
     for (document, segments), ids in zip(batch, encoded, strict=True):
-        tokens = ids or [segment.content for segment in segments]  # a document is either text or already tokens
+        tokens = ids or [segment.content for segment in segments]  # without text, the segments hold tokens
         yield document, zip(tokens, (segment.learn for segment in segments), strict=True)
 
 
 def _encode_in_stretches(document: Document, tokenizer: Tokenizer | None) -> Iterator[Tokens]:
-    """Encodes a long document a segment at a time. All its tokens are targets."""
+    """Returns the tokens of a long document, which is encoded a segment at a time. All of them are targets."""
     contents: Iterator[Any] = (segment.content for segment in document.segments)
     if not document.closed:
         assert tokenizer is not None

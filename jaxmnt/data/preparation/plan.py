@@ -1,4 +1,5 @@
-"""Plans a preparation in a work folder, resumes it, and commits the prepared data when all parts are done."""
+"""Stores the plan of a preparation in a work folder, so that it can be resumed, and commits the prepared data when all
+parts are done."""
 
 import fcntl
 import hashlib
@@ -35,12 +36,13 @@ from jaxmnt.strict_json import json_text
 
 _PLAN = "plan.json"
 _CHAT_VERSION = 2
-"""Version of the conversion of conversations to text. Version 1 dropped fields, so its preparations are not resumed."""
+"""Version of the conversion of conversations to text. Preparations of version 1, which dropped fields, are not
+resumed."""
 
-_SHARD = r"[0-9]{5,}-[0-9]{2,}\.npy"
-_WRITTEN_BEFORE_PLAN = re.compile(r"lock|\.plan\.json\.tmp", re.ASCII)
-_PART_FILES = rf"(part-[0-9]{{5,}}\.json | counts-[0-9]{{5,}}\.npy | (train|eval)-origins-{_SHARD})"
-_SHARD_FILES = rf"(train|eval)-(tokens|documents|learn|origins)-{_SHARD}"
+_SHARD_FILE = r"[0-9]{5,}-[0-9]{2,}\.npy"
+_NAMES_BEFORE_PLAN = re.compile(r"lock|\.plan\.json\.tmp", re.ASCII)
+_PART_FILES = rf"(part-[0-9]{{5,}}\.json | counts-[0-9]{{5,}}\.npy | (train|eval)-origins-{_SHARD_FILE})"
+_SHARD_FILES = rf"(train|eval)-(tokens|documents|learn|origins)-{_SHARD_FILE}"
 _PARTS_CONTENTS = re.compile(
     rf"{_PART_FILES} | \.{_PART_FILES}\.tmp | {_SHARD_FILES}\.tmp"
     rf"| ({_PART_FILES} | {_SHARD_FILES} | manifest\.json | sources\.txt)\.{NAME_OF_ATTEMPT}\.tmp",
@@ -49,15 +51,15 @@ _PARTS_CONTENTS = re.compile(
 _WORK_CONTENTS = re.compile(
     rf"lock | plan\.json | \.plan\.json\.tmp | {_PARTS_CONTENTS.pattern}", re.ASCII | re.VERBOSE
 )
-_SPLIT_CONTENTS = re.compile(rf"(tokens|documents|learn|origins)-{_SHARD}|\.origins-{_SHARD}\.tmp", re.ASCII)
-"""Names that a preparation writes. Other files are never removed, because the folder may be the user's own."""
+_SPLIT_CONTENTS = re.compile(rf"(tokens|documents|learn|origins)-{_SHARD_FILE}|\.origins-{_SHARD_FILE}\.tmp", re.ASCII)
+"""Names of the files that a preparation writes. Other files are never removed, because the folder may be the user's."""
 
 
 @contextmanager
 def locked_output(output: Path) -> Iterator[None]:
-    """Locks an unfinished output, so that no other process prepares it. Raises `ConfigError` if that fails.
+    """Locks an unfinished output, so that no other process prepares it. Raises `ConfigError` if it is locked already.
 
-    If this creates the folder and it is empty at the end, it is removed again.
+    If this creates the output folder, and the folder is empty at the end, it is removed again.
     """
     work, is_new = output / WORK, not output.exists()
     work.mkdir(parents=True, exist_ok=True)
@@ -66,7 +68,7 @@ def locked_output(output: Path) -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigError(f"--output: another process is preparing {output}; wait for it") from None
-        check_output(output)  # again: another process may have finished since the first check
+        check_output(output)  # again, because another process may have finished since the first check
         try:
             yield
         finally:
@@ -76,12 +78,12 @@ def locked_output(output: Path) -> Iterator[None]:
 
 
 def check_output(output: Path) -> None:
-    """Raises `ConfigError` unless the output is missing, empty or an unfinished preparation."""
+    """Raises `ConfigError` unless the output does not exist, is empty, or is an unfinished preparation."""
     if os.path.lexists(output / MANIFEST):
         if _is_prepared(output):
-            remove_work(output)  # an earlier process may have been killed before it did so
+            remove_work(output)  # an earlier process may have been killed before it could do this
             raise ConfigError(f"--output: {output} is prepared already; choose another folder, or remove it")
-        raise ConfigError(f"--output: {output} has a {MANIFEST} that is damaged or not ours; use another folder")
+        raise ConfigError(f"--output: {output} has a {MANIFEST} that is damaged or not from jaxmnt; use another folder")
     if not output.exists():
         return
     work = output / WORK
@@ -92,7 +94,8 @@ def check_output(output: Path) -> None:
 
 
 def remove_work(output: Path) -> None:
-    """Removes the work folder of finished data. Files that we did not write are kept, and `work` with them."""
+    """Removes the work folder of finished data. If it contains files that we did not write, they and the folder are
+    kept."""
     work = output / WORK
     with suppress(OSError):  # leftovers are harmless
         if _is_prepared(output):
@@ -101,10 +104,11 @@ def remove_work(output: Path) -> None:
 
 
 def _discard(output: Path) -> bool:
-    """Removes only the files of an unfinished preparation. Returns True if the output is then empty."""
+    """Removes the files of an unfinished preparation, and no others. Returns True if the output is then empty."""
     work = output / WORK
     with suppress(OSError):
-        _remove(work, _PARTS_CONTENTS)  # first, because a part with a record would not be prepared again
+        # The records come first, because a part that has one would not be prepared again.
+        _remove(work, _PARTS_CONTENTS)
         for split in SPLITS:
             _remove(output / split, _SPLIT_CONTENTS)
             (output / split).rmdir()
@@ -116,18 +120,18 @@ def _discard(output: Path) -> bool:
 
 
 def _check_work(output: Path) -> None:
-    """Raises `ConfigError` unless the work folder is ours; the user may have a folder of that name."""
+    """Raises `ConfigError` unless a preparation made the work folder; the user may have a folder of the same name."""
     work = output / WORK
     advice = "so it is not an unfinished preparation; choose another folder"
-    # List the output first: another process may be running, and it writes the plan before all else but the lock.
+    # List the output first, because another process may be running, which writes only the lock before the plan.
     other_names = sorted(path.name for path in output.iterdir() if path.name != work.name)
     names = sorted(path.name for path in work.iterdir())
     for name in names:
         if not _WORK_CONTENTS.fullmatch(name) or (os.path.lexists(work / name) and not _is_own_file(work / name)):
             raise ConfigError(f"--output: {work} holds {printable(name)}, {advice}")
-    entries = [f"{work.name}/{name}" for name in names if not _WRITTEN_BEFORE_PLAN.fullmatch(name)] + other_names
-    if entries and not (work / _PLAN).exists():
-        raise ConfigError(f"--output: {output} holds {printable(entries[0])} but no {work.name}/{_PLAN}, {advice}")
+    unexpected = [f"{work.name}/{name}" for name in names if not _NAMES_BEFORE_PLAN.fullmatch(name)] + other_names
+    if unexpected and not (work / _PLAN).exists():
+        raise ConfigError(f"--output: {output} holds {printable(unexpected[0])} but no {work.name}/{_PLAN}, {advice}")
 
 
 def _is_prepared(output: Path) -> bool:
@@ -140,7 +144,7 @@ def _is_prepared(output: Path) -> bool:
 
 
 def _remove(folder: Path, names: re.Pattern[str]) -> None:
-    """Removes the files with matching names. Symbolic links are not followed."""
+    """Removes the files in a folder whose names match. Symbolic links are neither followed nor removed."""
     if folder.is_symlink() or not folder.is_dir():
         return
     for path in folder.iterdir():
@@ -149,17 +153,21 @@ def _remove(folder: Path, names: re.Pattern[str]) -> None:
 
 
 def _is_own_file(path: Path) -> bool:
+    """Returns True if a path is a regular file and not a symbolic link, as all files that we write are."""
     return path.is_file() and not path.is_symlink()
 
 
-def _plan(inputs: list[Input], settings: Settings) -> dict[str, Any]:
-    """Returns the inputs and settings that determine the output. `skip_bad` does not affect parts that are done."""
+def _make_plan(inputs: list[Input], settings: Settings) -> dict[str, Any]:
+    """Returns the inputs and settings that determine the output, as JSON values.
+
+    `skip_bad` is left out, because it does not affect parts that are already done.
+    """
     output_settings = {name: value for name, value in asdict(settings).items() if name not in ("workers", "skip_bad")}
     path = file_of_tokenizer(settings.tokenizer or "")
     plan: dict[str, Any] = {
         "version": VERSION,
         "settings": output_settings | {"tokenizer_sha256": _tokenizer_digest(path)},
-        "inputs": [[file.name, str(file.path), file.size, file.changed, file.split] for file in inputs],
+        "inputs": [[file.name, str(file.path), file.size, file.modified_ns, file.split] for file in inputs],
     }
     reading = plan["settings"]["reading"]
     if reading["chat"]:
@@ -171,37 +179,40 @@ def _plan(inputs: list[Input], settings: Settings) -> dict[str, Any]:
 
 
 def check_plan(job: Job) -> None:
-    """Writes the plan. Raises `ConfigError` if parts of a different plan are already done."""
+    """Writes the plan of a job. Raises `ConfigError` if parts of a different plan are already done."""
     output, work = job.output, job.work
-    plan, path = _plan(job.inputs, job.settings), work / _PLAN
-    before = read_record(path) if path.exists() else None
-    if before not in (None, plan) and not _only_allows_longer(before, plan, work):
+    plan = _make_plan(job.inputs, job.settings)
+    path = work / _PLAN
+    stored_plan = read_record(path) if path.exists() else None
+    if stored_plan not in (None, plan) and not _only_allows_longer_documents(stored_plan, plan, work):
         if any(work.glob("part-*.json")):
-            changed = sorted(name for name in plan if before.get(name) != plan[name])
+            differences = sorted(name for name in plan if stored_plan.get(name) != plan[name])
             raise ConfigError(
-                f"--output: {output} holds an unfinished preparation with other {' and '.join(changed)}; undo that "
-                "change and run the command again to continue it, or remove the folder"
+                f"--output: {output} holds an unfinished preparation with other {' and '.join(differences)}; undo "
+                "that change and run the command again to continue it, or remove the folder"
             )
         (output / TOKENIZER_FILE).unlink(missing_ok=True)
         _remove(work, _PARTS_CONTENTS)
         for split in SPLITS:
             _remove(output / split, _SPLIT_CONTENTS)
-    if before != plan:
+    if stored_plan != plan:
         write_record(path, plan)
     for split in SPLITS:
         (output / split).mkdir(exist_ok=True)
 
 
-def _only_allows_longer(before: dict[str, Any], plan: dict[str, Any], work: Path) -> bool:
-    """Returns True if the plans differ only in allowing longer documents, and finished parts remain valid.
+def _only_allows_longer_documents(stored_plan: dict[str, Any], plan: dict[str, Any], work: Path) -> bool:
+    """Returns True if `plan` differs from the stored plan only in allowing longer documents, and if the finished parts
+    remain valid.
 
-    Long documents were an error, so finished parts have none unless they skipped records. A tokenizer that was trained
-    without them is not valid.
+    With the stored plan, long documents were an error. So finished parts have no long documents, unless they skipped
+    records. If a tokenizer was trained without the long documents, they do not remain valid.
     """
-    old, new = before.get("long_documents"), plan["long_documents"]
+    old = stored_plan.get("long_documents")
+    new = plan["long_documents"]
     return (
         old is not None
-        and before | {"long_documents": new} == plan
+        and stored_plan | {"long_documents": new} == plan
         and old["long_documents"] == "error"
         and new["max_document"] >= old["max_document"]
         and plan["settings"]["train_tokenizer"] is None
@@ -216,70 +227,75 @@ def _tokenizer_digest(path: Path) -> str | None:
         raise ConfigError(f"--tokenizer: {path} cannot be read: {error.strerror}; check its permissions") from error
 
 
-_REASONS = {
+_NOT_READ_NOUNS = {
     "hidden": ("hidden file or folder", "hidden files and folders"),
     "companions": ("file about a dataset", "files about a dataset"),
     "special": ("special file or broken link", "special files and broken links"),
 }
+"""Singular and plural nouns for what was not read, by the reasons of `LeftOut`."""
 
 
 @dataclass(kw_only=True)
 class Summary(Counts):
-    """Summary of a preparation for the user."""
+    """The results of a preparation that are reported to the user."""
 
     documents: dict[str, int]
+    """Number of documents by split."""
     tokens: dict[str, int]
+    """Number of tokens by split."""
     end_id: int | None = None
     """The id that separates documents in token arrays."""
     array_documents: int = 0
-    """Number of documents in token arrays that `end_id` separates."""
+    """Number of documents that `end_id` separates in token arrays."""
     array_median: int = 0
-    """Median tokens of these documents."""
+    """Median number of tokens of the documents in token arrays."""
     whole_arrays: int = 0
-    """Token arrays that are one document each."""
+    """Number of token arrays that are one document each."""
     eval_fraction: float = 0.0
-    """The share of documents to hold out."""
+    """Share of documents that was to be held out."""
     held_out_by_name: list[str] = field(default_factory=list)
     """Files held out because of their names."""
     empty_files: list[str]
-    """Empty files; each counts as an empty document."""
+    """Names of empty files, each of which counts as an empty document."""
     not_read: LeftOut
-    """Entries of the input folders that were not read."""
+    """Names of the files and folders in input folders that were not read."""
 
     def left_out(self) -> list[str]:
-        """Describes what was left out, with the names of some of the files."""
-        by_reason = (
+        """Returns a description of what was left out for each reason, with the names of some of the files."""
+        counts_by_reason = (
             (self.skipped, "record that cannot be used", "records that cannot be used", []),
             (self.long, "document that is too long", "documents that are too long", []),
             (self.empty, "empty document", "empty documents", self.empty_files),
             (self.without_targets, "conversation without a target", "conversations without a target", []),
             (self.binary, "binary file", "binary files", self.binary_names),
-            *((len(names), *_REASONS[reason], names) for reason, names in self.not_read.items()),
+            *((len(names), *_NOT_READ_NOUNS[reason], names) for reason, names in self.not_read.items()),
         )
         return [
             counted(number, singular, plural) + (f" ({_some_of(names, number)})" if names else "")
-            for number, singular, plural, names in by_reason
+            for number, singular, plural, names in counts_by_reason
             if number
         ]
 
     def explain_no_training_data(self) -> str:
-        """Explains why the input has nothing to train on."""
-        without_binary = replace(self, binary=0)  # binary files have a sentence of their own
-        reasons = [f"left out {reason}" for reason in without_binary.left_out()]
+        """Returns the reasons why the input has nothing to train on."""
+        without_binary = replace(self, binary=0)  # because binary files are described separately
+        reasons = [f"left out {description}" for description in without_binary.left_out()]
         if self.binary:
             reasons.append(f"{_some_of(self.binary_names, self.binary)} {'is' if self.binary == 1 else 'are'} binary")
         if self.documents["eval"]:
             reasons.append(f"{counted(self.documents['eval'], 'document is', 'documents are')} held out")
-        return f"{'; '.join(reasons) or 'it holds no documents'}{(self.remarks and f' ({self.remarks[0]})') or ''}"
+        first_remark = f" ({self.remarks[0]})" if self.remarks else ""
+        return ("; ".join(reasons) or "it holds no documents") + first_remark
 
 
 def _some_of(names: list[str], number: int) -> str:
-    """Returns the first three names of `number` files."""
+    """Returns the first three names of files, and an ellipsis if there are more than three files."""
     return f"{', '.join(map(printable, names[:3]))}{', …' if number > 3 else ''}"
 
 
 def commit(job: Job, tokenizer: Tokenizer | None, not_read: LeftOut) -> Summary:
-    """Combines the parts' records and writes the manifest last. Raises `ConfigError` if there is no training data."""
+    """Combines the records of all parts, and writes the manifest. Raises `ConfigError` if there is nothing to train
+    on."""
     records = [read_record(job.record_path(part.number)) for part in job.parts]
     attempt = Attempt(job.work)
     splits = _splits_of(job, records, attempt)
@@ -294,18 +310,18 @@ def commit(job: Job, tokenizer: Tokenizer | None, not_read: LeftOut) -> Summary:
             setattr(summary, name, getattr(summary, name) + record[name])
     summary.eval_fraction = job.settings.eval_fraction or 0.0
     if not splits["train"]["tokens"]:
-        ways = "more text, or a lower --eval-fraction" if summary.documents["eval"] else "more text"
+        advice = "more text, or a lower --eval-fraction" if summary.documents["eval"] else "more text"
         raise ConfigError(
             f"--input: nothing was found for training: {summary.explain_no_training_data()}; "
-            f"{'' if _discard(job.output) else 'remove the output, then '}give {ways}"
+            f"{'' if _discard(job.output) else 'remove the output, then '}give {advice}"
         )
     if any(file.split == "eval" for file in job.inputs) and not splits["eval"]["tokens"]:
-        first = "" if _discard(job.output) else "remove the output, then "
+        removal = "" if _discard(job.output) else "remove the output, then "
         raise ConfigError(
-            f"--eval-input: nothing was found in it; {first}give files that hold text, or leave --eval-input out"
+            f"--eval-input: nothing was found in it; {removal}give files that hold text, or leave --eval-input out"
         )
     _note_arrays(summary, job, records)
-    # The manifest is last: its presence marks the output as complete.
+    # The manifest comes last, because it marks the output as complete.
     with attempt.writing(job.output / SOURCES, replace=True) as stream:
         stream.writelines((json_text(file.name) + "\n").encode() for file in job.inputs)
     manifest = _manifest(job, tokenizer, summary, splits, records)
@@ -325,8 +341,9 @@ def _manifest(
     names = [name for name in (SOURCES, TOKENIZER_FILE) if (job.output / name).exists()]
     reading = job.settings.reading
     counts = np.zeros((len(SPLITS), reading.vocab_size), np.int64)
-    for part in job.parts:  # one at a time, because each array is as large as the vocabulary
+    for part in job.parts:  # one after another, because each array is as large as the vocabulary
         counts += read_array(job.counts_path(part.number), *counts.shape)
+    # Older versions did not write these counts, so leave them out if they are 0.
     rare_counts = {name: getattr(summary, name) for name in ("long", "without_targets") if getattr(summary, name)}
     description = {"name": NAMELESS, "end_of_document": reading.end_id}
     if tokenizer is not None:
@@ -350,57 +367,68 @@ def _manifest(
 
 
 def _splits_of(job: Job, records: list[dict[str, Any]], attempt: Attempt) -> dict[str, Any]:
-    """Returns the manifest's entries of the splits, and publishes the origins of their documents."""
+    """Publishes the origins of all documents, and returns the entry of each split for the manifest."""
     splits: dict[str, Any] = {split: {"documents": 0, "tokens": 0, "shards": []} for split in SPLITS}
-    before: Counter[int] = Counter()  # records of each file in earlier parts
+    records_before: Counter[int] = Counter()  # number of records of each file in earlier parts
     for record in records:
         for split, entry in record["splits"].items():
             splits[split]["documents"] += entry["documents"]
             splits[split]["tokens"] += entry["tokens"]
-            splits[split]["shards"] += [_with_origins(job, split, shard, before, attempt) for shard in entry["shards"]]
-        before.update({int(file): number for file, number in record["records"].items()})
+            splits[split]["shards"] += [
+                _publish_origins(job, split, shard, records_before, attempt) for shard in entry["shards"]
+            ]
+        records_before.update({int(file): number for file, number in record["records"].items()})
     return splits
 
 
-def _with_origins(
-    job: Job, split: str, shard: dict[str, Any], before: Counter[int], attempt: Attempt
+def _publish_origins(
+    job: Job, split: str, shard: dict[str, Any], records_before: Counter[int], attempt: Attempt
 ) -> dict[str, Any]:
-    """Publishes a shard's origins, with records numbered from the start of their file. Returns the shard's entry."""
+    """Publishes the origins of a shard, and returns the entry of the shard with their digest.
+
+    `records_before` is the number of records of each file in earlier parts. It is added to the numbers of records,
+    so that they count from the start of the file.
+    """
     origins = read_array(job.origins_path(split, shard["name"]), None, 2)
     for file in np.unique(origins[:, 0]).tolist():
-        origins[origins[:, 0] == file, 1] += before[file]
+        origins[origins[:, 0] == file, 1] += records_before[file]
     name = f"origins-{shard['name']}.npy"
     save_array(job.output / split / name, origins, attempt)
     return shard | {"sha256": shard["sha256"] | {name: file_digest(job.output / split / name)}}
 
 
 def _note_arrays(summary: Summary, job: Job, records: list[dict[str, Any]]) -> None:
-    """Adds to the summary how token arrays were cut into documents, so that the user can spot a wrong end id."""
-    arrays = sum(file.kind == "tokens" for file in job.inputs)
+    """Adds to the summary how token arrays were cut into documents, so that the user can notice a wrong end id."""
+    array_count = sum(file.kind == "tokens" for file in job.inputs)
     end_id = job.settings.reading.end_id
     if end_id is None:
-        summary.whole_arrays = arrays
+        summary.whole_arrays = array_count
         return
     lengths: Counter[int] = Counter()
     for record in records:
         lengths.update({int(length): number for length, number in record["lengths"].items()})
-    summary.end_id, summary.array_documents = end_id, lengths.total()
+    summary.end_id = end_id
+    summary.array_documents = lengths.total()
     if lengths:
         sizes, counts = np.array(sorted(lengths.items())).T
         summary.array_median = int(sizes[np.searchsorted(2 * np.cumsum(counts), lengths.total())])
 
 
 def _bytes_per_target(records: list[dict[str, Any]], split: str) -> float | None:
-    """Returns the mean UTF-8 bytes per target of a split; None if it has no targets or includes token arrays."""
+    """Returns the mean number of UTF-8 bytes per target of a split; None if the split has no targets, or has token
+    arrays."""
     entries = [record["splits"][split] for record in records]
-    if any(entry.get("text_bytes") is None for entry in entries):  # earlier versions did not count it
+    if any(entry.get("text_bytes") is None for entry in entries):  # earlier versions did not count the bytes
         return None
     targets = sum(entry["targets"] for entry in entries)
     return sum(entry["text_bytes"] for entry in entries) / targets if targets else None
 
 
 def _unigram_nats(train: np.ndarray, split: np.ndarray) -> float | None:
-    """Returns the cross-entropy, in nats per token, of a split's token counts under the training counts plus one."""
+    """Returns the cross-entropy, in nats per token, of a split under the token frequencies of the training split.
+
+    The arguments are counts of each token; one is added to each training count. Returns None for an empty split.
+    """
     if not split.sum():
         return None
     smoothed = (train + 1) / (train + 1).sum()

@@ -1,7 +1,7 @@
-"""Turns records into documents: a text, or a conversation of turns, some of which are targets.
+"""Turns records into documents. A record holds a text, or a conversation of turns, some of which are targets.
 
-Nothing that changes the meaning of a conversation is dropped. Each field is rendered, or marks targets, or is on the
-list of fields without meaning for the text; otherwise the record is refused with an error that names the field.
+Nothing that changes the meaning of a conversation is dropped. Each field is rendered, marks targets, or is known to
+have no effect on the meaning of the text. Otherwise the record is refused with an error that names the field.
 """
 
 import hashlib
@@ -17,19 +17,22 @@ from jaxmnt.errors import printable, shortened
 
 
 def conversation_advice(fields: Collection[str]) -> str:
-    """Returns advice for records without text whose fields suggest a conversation; empty otherwise."""
+    """Returns advice for records that have no text, but fields of a conversation; empty for other records."""
     for shape in ({"messages"}, {"conversations"}, {"instruction", "output"}, {"prompt", "completion"}):
         if shape <= set(fields):
-            return f"they hold conversations ({' and '.join(sorted(shape))}): give --chat to learn their answers"
+            return f"they hold conversations ({' and '.join(sorted(shape))}): give --chat to train on their answers"
     return ""
 
 
-_NAMED_FIELDS = 12
-"""Most fields of a record that an error names."""
+_MAX_NAMED_FIELDS = 12
+"""Maximum number of fields of a record that an error names."""
 
 
 def documents_of(record: Any, number: int, file: Input, report: Report) -> Iterator[Document]:
-    """Yields the document of a record; none if it is empty or has no targets. Raises `BadRecordError`."""
+    """Yields the document in a record, or nothing if it is empty or has no targets.
+
+    Raises `BadRecordError` if the record cannot be used.
+    """
     if report.reading.chat:
         segments, end_is_target = conversation_of(record, report.reading)
     else:
@@ -52,7 +55,7 @@ def documents_of(record: Any, number: int, file: Input, report: Report) -> Itera
 def names_of(fields: Iterable[Any]) -> str:
     """Returns the names of fields for an error message."""
     names = [printable(str(name)[:40]) for name in fields]
-    return ", ".join(names[:_NAMED_FIELDS]) + (" …" if len(names) > _NAMED_FIELDS else "")
+    return ", ".join(names[:_MAX_NAMED_FIELDS]) + (" …" if len(names) > _MAX_NAMED_FIELDS else "")
 
 
 def key_of(segments: list[Segment]) -> bytes:
@@ -71,8 +74,10 @@ def _text_field_of(record: Any, report: Report) -> str:
     if not isinstance(record, dict):
         raise BadRecordError("a record must be an object with fields")
     if field not in record:
-        lacks = f"has no field {printable(field)}; its fields: {names_of(sorted(record))} (--text-field names another)"
-        raise BadRecordError(lacks, conversation_advice(record))
+        problem = (
+            f"has no field {printable(field)}; its fields: {names_of(sorted(record))} (--text-field names another)"
+        )
+        raise BadRecordError(problem, conversation_advice(record))
     text = record[field]
     if text is None:
         return ""
@@ -86,7 +91,7 @@ def _text_field_of(record: Any, report: Report) -> str:
 # -- conversations
 
 SHAPES = ("messages", "conversations", "instruction", "prompt")
-"""Fields that each identify one shape of conversation records; the first that is present decides."""
+"""Fields each of which identifies a shape of conversation records. If a record has several, the first one counts."""
 
 KNOWN_SHAPES = "messages, conversations, instruction and output, or prompt and completion"
 
@@ -98,24 +103,28 @@ _METADATA_FIELDS = re.compile(
     | (num|score)_.* | .*_(ids?|idx|index|hash|url|scores?|count)""",
     re.VERBOSE | re.DOTALL,
 )
-"""Fields that describe a record or a message and are not part of its text, by name or by a part of the name."""
+"""Names of fields that describe a record or a message, and are not part of its text."""
 
 _EMPTY_TEXTS = ("", "[]", "{}", "null")
-"""Texts that mean an empty value, such as no tools, in columns that must hold text."""
+"""Texts that stand for an empty value, for example for no tools, in columns that must hold text."""
 
 _TARGET_FIELDS = ("weight", "train", "loss")
-"""Fields of a message that say whether it is a target: OpenAI's, Axolotl's and ms-swift's."""
+"""Fields that say whether a message is a target, as named by OpenAI, Axolotl and ms-swift."""
 
-_TEXT_PARTS = ("text", "input_text", "output_text")
+_TEXT_PART_TYPES = ("text", "input_text", "output_text")
 
 
 class _Shape(NamedTuple):
-    """The field names of a turn, and a mapping from the roles in records to ours."""
+    """A format of the turns in a conversation record."""
 
     turn: str
+    """Name for a turn in errors."""
     role: str
+    """Field that holds the role."""
     content: str
+    """Field that holds the content."""
     roles: Mapping[str, str]
+    """Our name for each role in records."""
 
 
 _MESSAGES = _Shape(
@@ -131,7 +140,7 @@ _CONVERSATIONS = _Shape(
 )  # fmt: skip
 
 _TURN_SHAPES = {"messages": _MESSAGES, "conversations": _CONVERSATIONS}
-"""Fields that hold a whole conversation, with the shape of their turns."""
+"""Fields that hold a complete conversation, with the shape of its turns."""
 
 
 class Turn(NamedTuple):
@@ -140,7 +149,7 @@ class Turn(NamedTuple):
     role: str
     content: str
     learn: bool
-    """True if its content and its end are targets."""
+    """True if the content and the end of the turn are targets."""
 
 
 class Conversation(NamedTuple):
@@ -148,12 +157,14 @@ class Conversation(NamedTuple):
 
     segments: list[Segment]
     end_is_target: bool
-    """True if the end of the document is a target: only after an answer that is a target."""
+    """True if the end of the document is a target, which it is only after an answer that is a target."""
 
 
 def conversation_of(record: Any, reading: Reading) -> Conversation:
-    """Returns the conversation in a record. Raises `BadRecordError` if the record has another shape, or a field
-    that cannot be rendered."""
+    """Returns the conversation in a record.
+
+    Raises `BadRecordError` if the record has no known shape, or has a field that cannot be rendered.
+    """
     if not isinstance(record, dict):
         raise BadRecordError(f"a record must be an object with {KNOWN_SHAPES}")
     fields = {name: value for name, value in record.items() if name not in reading.ignored_fields}
@@ -161,21 +172,24 @@ def conversation_of(record: Any, reading: Reading) -> Conversation:
     if shape == "prompt" and isinstance(fields["prompt"], str):
         return _prompt_and_completion(fields)
     if shape in _TURN_SHAPES:
-        rendered, turns = [shape], _turns(fields, shape, reading)
+        rendered = [shape]
+        turns = _turns(fields, shape, reading)
     elif shape == "instruction":
-        rendered, turns = ["instruction", "input", "output", "history"], _instruction_turns(fields)
+        rendered = ["instruction", "input", "output", "history"]
+        turns = _instruction_turns(fields)
     elif shape == "prompt" and isinstance(fields.get("completion"), list):
         prompt, completion = (_turns(fields, field, reading) for field in ("prompt", "completion"))
-        rendered, turns = ["prompt", "completion"], [*(turn._replace(learn=False) for turn in prompt), *completion]
+        rendered = ["prompt", "completion"]
+        turns = [*(turn._replace(learn=False) for turn in prompt), *completion]
     else:
         raise _missing_fields(fields)
-    turns = _with_system(fields.get("system"), turns)
+    turns = _add_system_prompt(fields.get("system"), turns)
     _refuse_other_fields(fields, [*rendered, "system"], "the record", [turn.content for turn in turns])
     return Conversation(_as_chatml(turns), turns[-1].learn)
 
 
 def fields_to_read(names: Iterable[str], reading: Reading) -> list[str]:
-    """Returns the fields of a record that must be read, in order: all but ignored fields and metadata."""
+    """Returns, in order, the fields of a record that must be read, which are all except ignored fields and metadata."""
     return [
         name for name in names if name not in reading.ignored_fields and not _METADATA_FIELDS.fullmatch(name.lower())
     ]
@@ -190,11 +204,13 @@ def _prompt_and_completion(fields: dict[str, Any]) -> Conversation:
 
 
 def _missing_fields(fields: Mapping[str, Any]) -> BadRecordError:
+    """Returns the error for a record that has no known shape."""
     names = ", ".join(printable(str(name)[:40]) for name in sorted(fields)[:12])
     return BadRecordError(f"needs {KNOWN_SHAPES} as text; its fields: {names}")
 
 
 def _turns(record: Mapping[str, Any], field: str, reading: Reading) -> list[Turn]:
+    """Returns the turns in a field of a record. Raises `BadRecordError` if one of them is invalid."""
     messages = record[field]
     shape = _TURN_SHAPES.get(field, _MESSAGES)
     if not isinstance(messages, list):
@@ -208,19 +224,19 @@ def _turn(message: Any, where: str, shape: _Shape, reading: Reading) -> Turn:
     if not isinstance(message, dict):
         raise BadRecordError(f"{where} is {kind_of(message)}; it must be an object")
     fields = {name: value for name, value in message.items() if name not in reading.ignored_fields}
-    name = fields.get(shape.role)
-    if not isinstance(name, str) or name not in shape.roles:
-        *others, last = shape.roles
-        shown = f'"{shortened(name)}"' if isinstance(name, str) else kind_of(name)
-        raise BadRecordError(f"{where}: {shape.role} is {shown}; it must be {', '.join(others)} or {last}")
-    role = shape.roles[name]
+    role_name = fields.get(shape.role)
+    if not isinstance(role_name, str) or role_name not in shape.roles:
+        *first_roles, last_role = shape.roles
+        actual = f'"{shortened(role_name)}"' if isinstance(role_name, str) else kind_of(role_name)
+        raise BadRecordError(f"{where}: {shape.role} is {actual}; it must be {', '.join(first_roles)} or {last_role}")
+    role = shape.roles[role_name]
     _refuse_other_fields(fields, [shape.role, shape.content, *_TARGET_FIELDS], where)
     content = _text_of(fields.get(shape.content), f"{where}: {shape.content}")
     return Turn(role, content, _is_target(fields, where, role) and content != "")
 
 
 def _is_target(fields: Mapping[str, Any], where: str, role: str) -> bool:
-    """Returns True if a turn is a target. Raises `BadRecordError` for a mark that is invalid."""
+    """Returns True if a turn is a target. Raises `BadRecordError` if a field that marks targets is invalid."""
     marks = {name: fields[name] for name in _TARGET_FIELDS if fields.get(name) is not None}
     for name, value in marks.items():
         if value not in (0, 1):
@@ -233,7 +249,7 @@ def _is_target(fields: Mapping[str, Any], where: str, role: str) -> bool:
 
 
 def _text_of(content: Any, where: str) -> str:
-    """Returns the text of a turn's content, which is a text or a list of text parts."""
+    """Returns the text of a turn, whose content is a text or a list of text parts."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -246,7 +262,7 @@ def _text_of_part(part: Any, where: str) -> str:
         return part
     if not isinstance(part, dict):
         raise BadRecordError(f"{where} is {kind_of(part)}; it must be an object with type and text")
-    if part.get("type") not in _TEXT_PARTS:
+    if part.get("type") not in _TEXT_PART_TYPES:
         raise BadRecordError(f"{where} has the type {shortened(str(part.get('type')))}; only text can be rendered")
     if not isinstance(part.get("text"), str):
         raise BadRecordError(f"{where}: text is {kind_of(part.get('text'))}; it must be text")
@@ -256,19 +272,19 @@ def _text_of_part(part: Any, where: str) -> str:
 
 def _instruction_turns(fields: Mapping[str, Any]) -> list[Turn]:
     instruction = fields["instruction"]
-    extra = fields.get("input") or ""
+    question_input = fields.get("input") or ""
     output = fields.get("output")
-    if not all(isinstance(text, str) for text in (instruction, extra, output)):
-        raise BadRecordError("needs instruction, output and, if there is any, input as text")
+    if not all(isinstance(text, str) for text in (instruction, question_input, output)):
+        raise BadRecordError("needs instruction, output and, if it is present, input as text")
     turns = []
-    for pair in _pairs(fields.get("history")):
-        turns += [Turn("user", pair[0], False), Turn("assistant", pair[1], False)]
-    question = f"{instruction}\n\n{extra}" if extra else instruction
+    for earlier_question, answer in _history_pairs(fields.get("history")):
+        turns += [Turn("user", earlier_question, False), Turn("assistant", answer, False)]
+    question = f"{instruction}\n\n{question_input}" if question_input else instruction
     return [*turns, Turn("user", question, False), Turn("assistant", str(output), output != "")]
 
 
-def _pairs(history: Any) -> list[Any]:
-    """Returns the earlier questions and answers of a record, which are context and not targets."""
+def _history_pairs(history: Any) -> list[Any]:
+    """Returns pairs of the earlier questions and answers in a record. They are context, and not targets."""
     pairs = [] if _is_empty(history) else history
     if not isinstance(pairs, list) or not all(
         isinstance(pair, list) and len(pair) == 2 and all(isinstance(text, str) for text in pair) for pair in pairs
@@ -277,8 +293,11 @@ def _pairs(history: Any) -> list[Any]:
     return pairs
 
 
-def _with_system(system: Any, turns: list[Turn]) -> list[Turn]:
-    """Returns the turns after the record's system prompt, if it has one. Raises `BadRecordError` for two prompts."""
+def _add_system_prompt(system: Any, turns: list[Turn]) -> list[Turn]:
+    """Returns the turns, preceded by the record's system prompt if it has one.
+
+    Raises `BadRecordError` if the first turn is a different system prompt.
+    """
     content = "" if _is_empty(system) else _text_of(system, "system")
     if not content:
         return turns
@@ -292,7 +311,7 @@ def _with_system(system: Any, turns: list[Turn]) -> list[Turn]:
 def _refuse_other_fields(
     fields: Mapping[str, Any], rendered: Collection[str], where: str, texts: Collection[str] = ()
 ) -> None:
-    """Raises `BadRecordError` if fields hold something that is neither rendered nor without meaning for the text."""
+    """Raises `BadRecordError` for a field that is not rendered, although the meaning of the text may depend on it."""
     for name in sorted(fields):
         value = fields[name]
         if (
@@ -302,27 +321,30 @@ def _refuse_other_fields(
             or _repeats(name, value, texts)
         ):
             continue
-        shown = shortened(name)
+        field = shortened(name)
         raise BadRecordError(
-            f"{where} holds {shown}, which --chat does not render: without it the text could mean something else",
-            f"to train without the field: --ignore-fields {shown}",
+            f"{where} holds {field}, which --chat does not render: without it the text could mean something else",
+            f"to train without the field: --ignore-fields {field}",
         )
 
 
 def _is_empty(value: Any) -> bool:
-    if isinstance(value, dict):  # in Parquet every record has the fields of all records
+    """Returns True if the value of a field stands for no value."""
+    if isinstance(value, dict):  # in Parquet, every record has the fields of all records
         return all(_is_empty(item) for item in value.values())
     return value is None or value == [] or (isinstance(value, str) and value.strip() in _EMPTY_TEXTS)
 
 
 def _repeats(name: str, value: Any, texts: Collection[str]) -> bool:
-    """Returns True if a field only repeats the turns: one of them, or, for `text`, all of them rendered."""
+    """Returns True if a field only repeats the text of a turn, or is a field `text` that contains those of all
+    turns."""
     if not isinstance(value, str):
         return False
     return value in texts or (name == "text" and bool(texts) and all(text in value for text in texts))
 
 
 def _as_chatml(turns: Iterable[Turn]) -> list[Segment]:
+    """Renders turns in the format ChatML."""
     segments = []
     for turn in turns:
         segments += [

@@ -1,4 +1,4 @@
-"""Prepares data: first the tokenizer, then the parts in worker processes, then the commit."""
+"""Prepares data: first makes the tokenizer, then prepares the parts in worker processes, then commits the result."""
 
 import multiprocessing
 import os
@@ -33,15 +33,15 @@ from jaxmnt.data.tokenizer import Tokenizer, choose_tokenizer, file_of_tokenizer
 from jaxmnt.errors import ConfigError, UserError, printable
 from jaxmnt.storage import publish
 
-_TRAINING_BYTES = 2**28
-"""Most characters that a tokenizer is trained on, taken evenly from all parts."""
+_MAX_TRAINING_CHARACTERS = 2**28
+"""Maximum number of characters on which a tokenizer is trained. They are taken evenly from all parts."""
 
 Progress = Callable[[str, int, int], None]
-"""Called with the current activity, bytes done and total bytes."""
+"""Function that is called with the current activity, the number of bytes done, and the total number of bytes."""
 
 
 def prepare_tokenizer(job: Job, progress: Progress) -> Tokenizer | None:
-    """Returns the tokenizer, and puts its file into the output. None for token arrays without a tokenizer."""
+    """Returns the tokenizer, and writes its file into the output. Returns None for token arrays without a tokenizer."""
     settings = job.settings
     target = job.output / TOKENIZER_FILE
     if settings.train_tokenizer is not None:
@@ -53,44 +53,51 @@ def prepare_tokenizer(job: Job, progress: Progress) -> Tokenizer | None:
     has_text = any(file.kind != "tokens" for file in job.inputs)
     tokenizer = choose_tokenizer(settings.tokenizer, settings.end_token, for_text=has_text)
     if settings.tokenizer != "bytes" and not target.exists():
-        # Copied as bytes, because reading as text could change line ends.
+        # Read the file as bytes, because reading it as text could change line ends.
         publish(target, storage.read(file_of_tokenizer(settings.tokenizer)).decode())
     return tokenizer
 
 
 def check_kinds(inputs: list[Input], settings: Settings) -> None:
-    """Checks that the inputs fit the settings. Raises `ConfigError`.
+    """Raises `ConfigError` unless the kinds of the inputs match the settings.
 
-    Text needs a tokenizer, token arrays need a tokenizer or a vocabulary size, and conversations need records.
+    Text requires a tokenizer, token arrays require a tokenizer or a vocabulary size, and conversations require records.
     """
     arrays = [file for file in inputs if file.kind == "tokens"]
     texts = [file for file in inputs if file.kind != "tokens"]
     if texts and settings.tokenizer is None and settings.train_tokenizer is None:
-        raise ConfigError(f"--tokenizer: {texts[0].shown} is text and needs one; give it, or leave --vocab-size out")
+        raise ConfigError(
+            f"--tokenizer: {texts[0].printable_path} is text, which needs a tokenizer; give one, or leave --vocab-size "
+            "out"
+        )
     has_tokenizer = settings.tokenizer not in (None, "bytes") or settings.train_tokenizer is not None
     if arrays and not has_tokenizer and not settings.vocab_size:
         raise ConfigError(
-            f"--input: {arrays[0].shown} is a token array; give --vocab-size (and --end-id, if an id separates "
-            "documents), or the --tokenizer that made it"
+            f"--input: {arrays[0].printable_path} is a token array; give --vocab-size (and --end-id, if an id "
+            "separates documents), or the --tokenizer that made it"
         )
     without_records = [file for file in inputs if file.kind in ("text", "tokens")]
     if settings.reading.chat and without_records:
         raise ConfigError(
-            f"--chat: {without_records[0].shown} holds no records; give JSON lines or Parquet, or leave others out by "
-            "--suffix"
+            f"--chat: {without_records[0].printable_path} holds no records; give JSON lines or Parquet, or leave "
+            "others out by --suffix"
         )
 
 
 def _train(job: Job, vocab_size: int, progress: Progress) -> str:
-    """Trains a BPE on the training documents, with at most the same number of characters from each part."""
+    """Trains a BPE tokenizer on the training documents, with the same maximum number of characters from each part."""
     if vocab_size < 300:
-        raise ConfigError(f"--train-tokenizer: {vocab_size} leaves no room beside 256 bytes; give 300 or more")
+        raise ConfigError(
+            f"--train-tokenizer: {vocab_size} leaves no room for tokens in addition to the 256 bytes; give at least 300"
+        )
     if not any(file.size for file in job.inputs if file.kind != "tokens"):
-        raise ConfigError("--train-tokenizer: the input has no text to train on; give some")
+        raise ConfigError("--train-tokenizer: the input has no text to train on; give files with text")
     if any(file.kind == "tokens" for file in job.inputs):
-        raise ConfigError("--train-tokenizer: token arrays have tokens of another tokenizer; prepare them separately")
-    characters_per_part = max(_TRAINING_BYTES // max(1, len(job.parts)), 1)
-    total = min(sum(file.size for file in job.inputs), _TRAINING_BYTES)
+        raise ConfigError(
+            "--train-tokenizer: token arrays contain tokens of a different tokenizer; prepare them separately"
+        )
+    characters_per_part = max(_MAX_TRAINING_CHARACTERS // max(1, len(job.parts)), 1)
+    total = min(sum(file.size for file in job.inputs), _MAX_TRAINING_CHARACTERS)
     done = 0
 
     def texts(part: Part) -> Iterator[str]:
@@ -113,7 +120,8 @@ def _train(job: Job, vocab_size: int, progress: Progress) -> str:
 _POLL_SECONDS = 0.2
 
 Work = Callable[[Any, Callable[[int], None]], object]
-"""Function that processes one item and calls its second argument with the bytes it has read."""
+"""Function that processes the task that is its first argument, and calls its second argument with each number of bytes
+that it has read."""
 
 
 class StoppedError(Exception):
@@ -121,38 +129,41 @@ class StoppedError(Exception):
 
 
 _shared: tuple[Any, Any, Any, Work] | None = None
-"""State of a worker process: bytes done, stop flag, busy flag of each item, and the work."""
+"""State of a worker process: number of bytes done, stop flag, busy flag of each task, and the work function."""
 
 
 def run(
-    items: Sequence[Any],
+    tasks: Sequence[Any],
     make_work: Callable[[], Work],
     workers: int,
     progress: Callable[[int], None],
 ) -> None:
-    """Processes all items; `progress` is called with the bytes done so far.
+    """Processes all tasks in worker processes, and calls `progress` with the number of bytes done so far.
 
-    `make_work` is called once in every worker and must be picklable, like the items. With one worker all work happens
-    in this process. The first error stops all workers. If a worker dies, the `UserError` names the items in progress.
+    `make_work`, which returns the work function, is called once in every worker. It must be picklable, and so must the
+    tasks. With one worker, all work happens in this process. The first error stops all workers. If a worker dies, the
+    `UserError` names the tasks in progress.
     """
-    if workers == 1 or len(items) < 2:
-        _run_here(items, make_work(), progress)
+    if workers == 1 or len(tasks) < 2:
+        _run_in_process(tasks, make_work(), progress)
         return
     context = multiprocessing.get_context("spawn")
-    done, stop, busy = context.Value("q", 0), context.Value("b", 0), context.Array("b", len(items))
-    pool = ProcessPoolExecutor(min(workers, len(items)), context, _start_worker, (done, stop, busy, make_work))
+    done = context.Value("q", 0)
+    stop = context.Value("b", 0)
+    busy = context.Array("b", len(tasks))
+    pool = ProcessPoolExecutor(min(workers, len(tasks)), context, _start_worker, (done, stop, busy, make_work))
     try:
-        pending = {pool.submit(_process, item, number) for number, item in enumerate(items)}
+        pending = {pool.submit(_process, task, number) for number, task in enumerate(tasks)}
         while pending:
             finished, pending = wait(pending, _POLL_SECONDS, FIRST_COMPLETED)
             progress(done.value)
             for future in finished:
                 future.result()
     except BrokenProcessPool as error:
-        names = ", ".join(str(item) for item, is_begun in zip(items, busy[:], strict=True) if is_begun)
+        names = ", ".join(str(task) for task, is_busy in zip(tasks, busy[:], strict=True) if is_busy)
         raise UserError(
-            f"a worker was killed; inputs being read: {names or 'none yet'}; perhaps memory ran out, or a file is "
-            "damaged; run the same command again with fewer --workers, or leave the file out with --exclude: it "
+            f"a worker was killed; inputs being read: {names or 'none yet'}; memory may have run out, or a file may "
+            "be damaged; run the same command again with fewer --workers, or leave the file out with --exclude, and it "
             "continues with the parts that are not done"
         ) from error
     finally:
@@ -160,7 +171,7 @@ def run(
         pool.shutdown(cancel_futures=True)
 
 
-def _run_here(items: Sequence[Any], work: Work, progress: Callable[[int], None]) -> None:
+def _run_in_process(tasks: Sequence[Any], work: Work, progress: Callable[[int], None]) -> None:
     total = 0
 
     def advance(count: int) -> None:
@@ -168,13 +179,13 @@ def _run_here(items: Sequence[Any], work: Work, progress: Callable[[int], None])
         total += count
         progress(total)
 
-    for item in items:
-        work(item, advance)
+    for task in tasks:
+        work(task, advance)
 
 
 def _start_worker(done: Any, stop: Any, busy: Any, make_work: Callable[[], Work]) -> None:
     global _shared
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent receives it too, and stops us
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent also receives the signal, and stops this process
     parent = multiprocessing.parent_process()
     assert parent is not None
     threading.Thread(target=_exit_with_parent, args=(parent.sentinel,), daemon=True).start()
@@ -182,11 +193,13 @@ def _start_worker(done: Any, stop: Any, busy: Any, make_work: Callable[[], Work]
 
 
 def _exit_with_parent(sentinel: int) -> None:
+    """Waits until the parent process has ended, and then exits this process."""
     connection.wait([sentinel])
     os._exit(1)
 
 
-def _process(item: Any, number: int) -> None:
+def _process(task: Any, number: int) -> None:
+    """Processes the task with this number in a worker process."""
     assert _shared is not None
     done, stop, busy, work = _shared
 
@@ -197,12 +210,12 @@ def _process(item: Any, number: int) -> None:
             done.value += count
 
     busy[number] = True
-    work(item, advance)
+    work(task, advance)
     busy[number] = False
 
 
 def build(selection: Selection, output: Path, settings: Settings, progress: Progress) -> Summary:
-    """Writes prepared data to `output`, or resumes the same preparation if it was stopped.
+    """Writes prepared data to `output`. If the same preparation was stopped earlier, it is resumed.
 
     The same input gives the same bytes for any number of workers. Raises `ConfigError` for invalid input or arguments,
     and `UserError` if the output cannot be written.
@@ -226,12 +239,12 @@ def build(selection: Selection, output: Path, settings: Settings, progress: Prog
             check_unchanged(inputs)
             summary = commit(job, tokenizer, not_read)
             if not selection.eval_inputs:
-                summary.held_out_by_name = [file.shown for file in inputs if file.split == "eval"]
+                summary.held_out_by_name = [file.printable_path for file in inputs if file.split == "eval"]
             return summary
     except OSError as error:
         raise UserError(
             f"--output: {output} cannot be written: {error.strerror or error}; fix that and run the same command "
-            "again: it continues with the parts that are not done"
+            "again, and it continues with the parts that are not done"
         ) from error
     finally:
         remove_work(output)
@@ -240,32 +253,33 @@ def build(selection: Selection, output: Path, settings: Settings, progress: Prog
 def _with_vocabulary(job: Job, tokenizer: Tokenizer | None) -> Job:
     """Returns the job with the vocabulary size and end id of its tokenizer or token arrays. Raises `ConfigError`."""
     settings = job.settings
-    end = settings.reading.end_id
+    end_id = settings.reading.end_id
     if tokenizer is not None:
-        if end not in (None, tokenizer.end_of_document):
+        if end_id not in (None, tokenizer.end_of_document):
             own_end = "is not known" if tokenizer.end_of_document is None else f"is {tokenizer.end_of_document}"
             raise ConfigError(f"--end-id: the tokenizer's own end id {own_end}; name another by --end-token")
-        end = tokenizer.end_of_document
-        vocab = max(tokenizer.vocab_size, settings.vocab_size or 0)
+        end_id = tokenizer.end_of_document
+        vocab_size = max(tokenizer.vocab_size, settings.vocab_size or 0)
     else:
         assert settings.vocab_size is not None
-        vocab = settings.vocab_size
-    if not 2 <= vocab <= MAX_VOCABULARY:
-        raise ConfigError(f"--vocab-size: {vocab} is not the size of a vocabulary; give one from 2 to {MAX_VOCABULARY}")
-    if end is not None and not 0 <= end < vocab:
-        raise ConfigError(f"--end-id: {end} is not one of the vocabulary's ids, which are 0 to {vocab - 1}")
-    reading = replace(settings.reading, end_id=end, vocab_size=vocab)
+        vocab_size = settings.vocab_size
+    if not 2 <= vocab_size <= MAX_VOCABULARY:
+        raise ConfigError(f"--vocab-size: {vocab_size} must be from 2 to {MAX_VOCABULARY}")
+    if end_id is not None and not 0 <= end_id < vocab_size:
+        raise ConfigError(f"--end-id: {end_id} is not one of the vocabulary's ids, which are 0 to {vocab_size - 1}")
+    reading = replace(settings.reading, end_id=end_id, vocab_size=vocab_size)
     return replace(job, settings=replace(settings, reading=reading))
 
 
 def _prepare_parts(job: Job, tokenizer: Tokenizer | None, progress: Progress) -> None:
+    """Prepares the parts that are not done yet."""
     total = sum(file.size for file in job.inputs)
     remaining = [part for part in job.parts if not job.record_path(part.number).exists()]
     done_before = sum(map(_input_bytes, job.parts)) - sum(map(_input_bytes, remaining))
-    show = lambda done: progress("preparing", min(done_before + done, total), total)
-    show(0)
+    show_progress = lambda done: progress("preparing", min(done_before + done, total), total)
+    show_progress(0)
     description = None if tokenizer is None else tokenizer.description
-    run(remaining, partial(_make_work, job, description), job.settings.workers, show)
+    run(remaining, partial(_make_work, job, description), job.settings.workers, show_progress)
     progress("preparing", total, total)
 
 
@@ -277,7 +291,7 @@ def _make_work(job: Job, description: dict[str, Any] | None) -> Work:
 
 
 def _input_bytes(part: Part) -> int:
-    """Returns the approximate bytes of input of a part."""
+    """Returns the approximate number of bytes of a part's input."""
     return sum(
         piece.stop - piece.start if piece.file.kind in ("text", "jsonl") else piece.file.size for piece in part.pieces
     )

@@ -13,15 +13,17 @@ from jaxmnt.data.preparation.inputs import Input, Piece, open_tokens
 from jaxmnt.errors import ConfigError
 
 TEXT_PIECE = 2**20
-"""Approximate bytes of the stretches in which text files are read and encoded. They are cut after a line.
+"""Approximate size in bytes of the stretches in which text files are read and encoded. A stretch ends at the end of a
+line.
 
-The tokens of the stretches together decode to the text (`data/text_pieces.py`). They may differ from those of the whole
-text beside a cut, if the tokenizer joins a newline to the text after it.
+The tokens of all stretches together decode to the text (`data/text_pieces.py`). Near a cut, they may differ from the
+tokens of the entire text if the tokenizer joins a newline to the text after it.
 """
 
 
 def read_text(piece: Piece, report: Report) -> Iterator[Document]:
-    """Yields the document of a text file, which is held out by its digest; none if it is empty or binary."""
+    """Yields the document in a text file, whose digest decides whether it is held out. Yields nothing if the file is
+    empty or binary."""
     file = piece.file
     report.records[file.number] = 1
     with file.path.open("rb") as stream:
@@ -39,7 +41,7 @@ def read_text(piece: Piece, report: Report) -> Iterator[Document]:
         try:
             _check_utf8(stream, report)
         except BadRecordError as error:
-            report.refuse(error, file.shown)
+            report.refuse(error, file.printable_path)
             report.advance(file.size)
             return
         stream.seek(0)
@@ -47,41 +49,47 @@ def read_text(piece: Piece, report: Report) -> Iterator[Document]:
 
 
 def _check_utf8(stream: BinaryIO, report: Report) -> None:
-    decoder, place = codecs.getincrementaldecoder("utf-8")(), 0
+    """Raises `BadRecordError` if the stream is not valid UTF-8, unless invalid bytes are to be replaced."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    bytes_before = 0
     try:
         while block := stream.read(TEXT_PIECE):
             decoder.decode(block)
-            place += len(block)
+            bytes_before += len(block)
         decoder.decode(b"", final=True)
     except UnicodeDecodeError as error:
-        report.replace_invalid(f"not valid UTF-8 near byte {place + error.start}")
+        report.replace_invalid(f"not valid UTF-8 near byte {bytes_before + error.start}")
 
 
 def _text_segments(file: Input, stream: BinaryIO, report: Report) -> Iterator[Segment]:
+    """Yields a text in segments, each of which ends at the end of a line if it has one."""
     rest = b""
     try:
         while block := stream.read(TEXT_PIECE):
             report.advance(len(block))
             block = rest + block
             is_last = len(block) < TEXT_PIECE
-            lines = len(block) if is_last else block.rfind(b"\n") + 1
+            end = len(block) if is_last else block.rfind(b"\n") + 1
             # A line that is longer than a block is cut between characters.
-            text, consumed = codecs.utf_8_decode(block[: lines or len(block)], "replace", is_last)
+            text, consumed = codecs.utf_8_decode(block[: end or len(block)], "replace", is_last)
             yield Segment(text)
             rest = block[consumed:]
         if rest:
             yield Segment(rest.decode("utf-8", errors="replace"))
-    except OSError as error:  # the caller would take it for an error of the output
-        raise ConfigError(f"--input: {file.shown} cannot be read: {error.strerror or error}") from error
+    except OSError as error:  # the caller would treat an OSError as an error of the output
+        raise ConfigError(f"--input: {file.printable_path} cannot be read: {error.strerror or error}") from error
 
 
 TOKEN_BLOCK = 2**20
-"""Token arrays are cut at every multiple of this many tokens, which bounds memory. A short document across such a cut
-becomes two documents."""
+"""Token arrays are cut at every multiple of this many tokens, which limits memory. A document that crosses such a cut
+becomes two or more documents."""
 
 
 def read_tokens(piece: Piece, report: Report) -> Iterator[Document]:
-    """Yields the documents that begin in this range. Held out by position, so that a changed token moves none."""
+    """Yields the documents that begin in this range of a token array.
+
+    The position of a document decides whether it is held out, so a changed token does not move it to the other split.
+    """
     file, end_id = piece.file, report.reading.end_id
     array = open_tokens(file, f"u{report.reading.token_bytes}")
     if end_id is None:
@@ -90,34 +98,36 @@ def read_tokens(piece: Piece, report: Report) -> Iterator[Document]:
             _segment(file, array, start, min(start + TOKEN_BLOCK, piece.stop), report)
             for start in range(piece.start, piece.stop, TOKEN_BLOCK)
         )
-        yield Document(file, 1, _key(file, 0), segments, closed=True, continues=piece.start > 0)
+        yield Document(file, 1, _split_key(file, 0), segments, closed=True, continues=piece.start > 0)
         return
     number = 0
     for first in range(piece.start // TOKEN_BLOCK * TOKEN_BLOCK, piece.stop, TOKEN_BLOCK):
         block = array[first : first + TOKEN_BLOCK]
-        after_ends = first + 1 + np.flatnonzero(block == end_id)
-        edges = np.unique(np.append(after_ends, [first, first + len(block)])).tolist()
+        starts = first + 1 + np.flatnonzero(block == end_id)
+        edges = np.unique(np.append(starts, [first, first + len(block)])).tolist()
         for start, stop in pairwise(edges):
             if piece.start <= start < piece.stop:
                 number += 1
                 segment = _segment(file, array, start, stop, report)
                 report.lengths[stop - start] += 1
-                yield Document(file, number, _key(file, start), [segment], closed=True)
+                yield Document(file, number, _split_key(file, start), [segment], closed=True)
     report.records[file.number] = number
 
 
-def _key(file: Input, start: int) -> bytes:
+def _split_key(file: Input, start: int) -> bytes:
+    """Returns the digest that decides whether the document at this position is held out."""
     return hashlib.sha256(f"{file.name}/{start}".encode("utf-8", "surrogateescape")).digest()
 
 
 def _segment(file: Input, array: np.ndarray, start: int, stop: int, report: Report) -> Segment:
-    """Returns the elements from `start` to `stop`. Raises `ConfigError` for an id outside the vocabulary."""
-    tokens, vocab_size = array[start:stop], report.reading.vocab_size
+    """Returns the elements from `start` to `stop`. Raises `ConfigError` for an id that is not in the vocabulary."""
+    tokens = array[start:stop]
+    vocab_size = report.reading.vocab_size
     invalid = np.flatnonzero((tokens < 0) | (tokens >= vocab_size))
     if len(invalid):
         raise ConfigError(
-            f"--input: {file.shown} holds the id {tokens[invalid[0]]} at element {start + invalid[0]}, which the "
-            f"vocabulary of {vocab_size} does not have; give the right --vocab-size or --token-dtype"
+            f"--input: {file.printable_path} holds the id {tokens[invalid[0]]} at element {start + invalid[0]}, which "
+            f"the vocabulary of {vocab_size} does not have; give the right --vocab-size or --token-dtype"
         )
     report.advance(tokens.nbytes)
     return Segment(tokens)
