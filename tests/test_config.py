@@ -67,7 +67,7 @@ def test_a_path_begins_in_a_home_and_holds_no_variable(tmp_path, monkeypatch, ke
     if key == "run.init_from":
         assert read("hf:~/model") == f"hf:{tmp_path}/model"
     for text, words in [
-        ("$HOME/a", rf"command line: {key}: '\$HOME/a' has a \$"), ("~", "~ is null in YAML"),
+        ("$HOME/a", rf"command line: {key}: '\$HOME/a' contains \$"), ("~", "~ is null in YAML"),
         ("~nobody-here/a", "there is no user nobody-here"),
         ("/a/Project #2", "is a comment in YAML; for a text with #"),
     ]:  # fmt: skip

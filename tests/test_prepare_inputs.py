@@ -428,7 +428,7 @@ def test_an_end_that_is_a_token_of_the_text_is_noticed(tmp_path, capsys):
     for wrong in (-1, 65):
         with pytest.raises(ConfigError, match=rf"--end-id: {wrong} is not one of the vocabulary's ids, which are 0 to"):
             command(*given, tmp_path / "o", "--end-id", wrong)
-    with pytest.raises(ConfigError, match=r"--vocab-size: -1 is not the size"):
+    with pytest.raises(ConfigError, match=r"--vocab-size: -1 must be from 2 to"):
         command("--input", tmp_path / "t.bin", "--vocab-size", -1, "--output", tmp_path / "o")
 
 
@@ -701,8 +701,8 @@ def files_below(folder: Path) -> dict[str, str]:
         (["work/part-00000.json", "train/a.py"], "holds work/part-00000.json but no work/plan.json"),
         (["work/lock", "tokenizer.json"], "holds tokenizer.json but no work/plan.json"),
         (["work/lock", "work/plan.json", "train/a.py"], "plan.json of an unfinished preparation is damaged"),
-        (["work/thesis", "manifest.json"], "manifest.json that is damaged or not ours"),
-        (["work/plan.json", "manifest.json"], "manifest.json that is damaged or not ours"),
+        (["work/thesis", "manifest.json"], "manifest.json that is damaged or not from jaxmnt"),
+        (["work/plan.json", "manifest.json"], "manifest.json that is damaged or not from jaxmnt"),
     ],
 )
 def test_a_folder_of_a_person_is_left_alone(tmp_path, files, named):
