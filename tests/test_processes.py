@@ -230,7 +230,7 @@ def test_places_that_the_launcher_gives_may_not_be_in_the_config(tiny_file):
 def test_an_error_of_all_processes_names_one_and_keeps_its_code(tiny_file):
     result = launch(tiny_file, "data.global_batch_size=15", processes=2, devices=1)
     assert result.returncode == 2
-    assert "15 rows do not divide among 2 batch shards" in result.stderr
+    assert "15 rows cannot be split evenly among 2 batch shards" in result.stderr
 
 
 # The rendezvous, without JAX.

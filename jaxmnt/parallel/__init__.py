@@ -1,1 +1,1 @@
-"""Where arrays live: the mesh of devices, and one table that maps logical axes to it."""
+"""The placement of arrays: the mesh of devices, and one table that maps logical axes to mesh axes."""

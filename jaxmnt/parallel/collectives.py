@@ -36,7 +36,7 @@ SCATTERED = "scattered"
 def unshard(params: Any, axes: Any, placement: Placement, dtype: jnp.dtype) -> Any:
     """Gathers weights for use, in the compute dtype, from this device's pieces of the stored parameters.
 
-    The cast comes before the gather, so that the gather moves `dtype`. Norm scales become float32.
+    Weights are cast before the gather, so that devices exchange them in `dtype`. Norm scales become float32.
     """
 
     def unshard_weight(weight: Array, names: Axes) -> Array:
@@ -52,40 +52,41 @@ def unshard_without_cast(piece: Array, names: Axes, placement: Placement) -> Arr
     gathered = placement.gathered_axes(names)
     if gathered is None:
         return piece
-    dimension, over = gathered
-    return jax.lax.all_gather(row_major(piece), over, axis=dimension, tiled=True)
+    dimension, mesh_axes = gathered
+    return jax.lax.all_gather(row_major(piece), mesh_axes, axis=dimension, tiled=True)
 
 
 def row_major(array: Array) -> Array:
-    """Constrains a part of a stack to row-major order before it is gathered, written to the stack, or used. XLA for
-    GPUs prefers the dimension that is gathered or scattered first: it would give that order to the whole stack and copy
-    it."""
+    """Constrains an array that is a part of a stack to row-major order, before it is gathered, written to the stack, or
+    used. Otherwise XLA for GPUs would put the gathered or scattered dimension first. It would give that order to the
+    whole stack, too, and copy the stack."""
     return with_layout_constraint(array, Layout(tuple(range(array.ndim))))
 
 
 def max_abs_per_unit(weights: list[Array], axes: list[Axes], placement: Placement) -> list[Array]:
-    """Returns the largest absolute value of each unit, [units], over all pieces of each stack of weights [units, …], in
-    one reduction for each set of mesh axes along which they are gathered."""
-    largest = [jnp.max(jnp.abs(stack), axis=range(1, stack.ndim)).astype(jnp.float32) for stack in weights]
-    over = [gathered[1] if (gathered := placement.gathered_axes(names)) else () for names in axes]
-    for along, indices in _indices_by_axes(over):
-        pmax = functools.partial(jax.lax.pmax, axis_name=along)
-        reduced = _reduce_concatenated(pmax, [largest[index] for index in indices])
-        for index, largest_of_all in zip(indices, reduced, strict=True):
-            largest[index] = largest_of_all
-    return largest
+    """Returns, for each stack of weights [units, …], the largest absolute value in each unit, float32 [units]. The
+    maximum is taken over the pieces on all devices, with one reduction for each set of mesh axes along which weights
+    are gathered."""
+    max_abs = [jnp.max(jnp.abs(stack), axis=range(1, stack.ndim)).astype(jnp.float32) for stack in weights]
+    mesh_axes_of_stacks = [gathered[1] if (gathered := placement.gathered_axes(names)) else () for names in axes]
+    for mesh_axes, indices in _indices_by_axes(mesh_axes_of_stacks):
+        pmax = functools.partial(jax.lax.pmax, axis_name=mesh_axes)
+        reduced = _reduce_concatenated(pmax, [max_abs[index] for index in indices])
+        for index, global_max in zip(indices, reduced, strict=True):
+            max_abs[index] = global_max
+    return max_abs
 
 
 def reshard(gradients: Any, axes: Any, placement: Placement, reduce_dtype: jnp.dtype) -> Any:
-    """Reduces gradients of whole weights to this device's pieces of them in float32, summed over the axes along which
-    the weights are gathered. Devices exchange them in `reduce_dtype`."""
+    """Sums gradients of whole weights over the axes along which the weights are gathered, and returns this device's
+    pieces of the sums in float32. Devices exchange the gradients in `reduce_dtype`."""
 
     def reshard_gradient(gradient: Array, names: Axes) -> Array:
         gathered = placement.gathered_axes(names)
         if gathered is not None:
-            dimension, over = gathered
+            dimension, mesh_axes = gathered
             gradient = gradient.astype(reduce_dtype)
-            gradient = jax.lax.psum_scatter(gradient, over, scatter_dimension=dimension, tiled=True)
+            gradient = jax.lax.psum_scatter(gradient, mesh_axes, scatter_dimension=dimension, tiled=True)
         return gradient.astype(jnp.float32)
 
     return jax.tree.map(reshard_gradient, gradients, axes, is_leaf=is_axes)
@@ -102,65 +103,67 @@ def reduce_gradients(
     logical axes `is_selected` accepts are summed; the others are returned as they are. Call it once per step for each
     gradient, after the last microbatch."""
     leaves, structure = jax.tree.flatten(gradients)
-    named = jax.tree.leaves(axes, is_leaf=is_axes)
-    over = [placement.replicated_axes(names) if is_selected(names) else () for names in named]
-    for along, indices in _indices_by_axes(over):
-        summed = _psum([leaves[index].astype(reduce_dtype) for index in indices], along, placement)
-        for index, gradient in zip(indices, summed, strict=True):
+    logical_axes = jax.tree.leaves(axes, is_leaf=is_axes)
+    mesh_axes_of_leaves = [placement.replicated_axes(names) if is_selected(names) else () for names in logical_axes]
+    for mesh_axes, indices in _indices_by_axes(mesh_axes_of_leaves):
+        sums = _psum([leaves[index].astype(reduce_dtype) for index in indices], mesh_axes, placement)
+        for index, gradient in zip(indices, sums, strict=True):
             leaves[index] = gradient.astype(jnp.float32)
     return jax.tree.unflatten(structure, leaves)
 
 
-def _indices_by_axes(over: list[tuple[str, ...]]) -> list[tuple[tuple[str, ...], list[int]]]:
-    """Groups the indices of a list by their mesh axes, without those that have none."""
-    sets = sorted(set(over) - {()})
-    return [(along, [index for index, axes in enumerate(over) if axes == along]) for along in sets]
+def _indices_by_axes(mesh_axes: list[tuple[str, ...]]) -> list[tuple[tuple[str, ...], list[int]]]:
+    """Groups the indices of a list of mesh axes by the axes at each index, and leaves out indices without axes."""
+    groups = sorted(set(mesh_axes) - {()})
+    return [(group, [index for index, axes in enumerate(mesh_axes) if axes == group]) for group in groups]
 
 
 def sum_over_tokens(tree: Any, placement: Placement) -> Any:
-    """Sums each leaf over the devices that have different tokens."""
+    """Sums each leaf of a tree over the devices that have different tokens."""
     return _psum(tree, TOKEN_AXES, placement)
 
 
 def sum_within_stage(tree: Any, placement: Placement) -> Any:
-    """Sums each leaf over all devices of a stage."""
+    """Sums each leaf of a tree over all devices of a pipeline stage."""
     return _psum(tree, tuple(axis for axis in AXES if axis != STAGE_AXIS), placement)
 
 
 _BUCKET_BYTES = 25 * 2**20
-"""The size of a bucket: only this much is copied at a time, not all gradients at once."""
+"""The size of a bucket of arrays that are summed together. Arrays are copied bucket by bucket, so that no copy of all
+gradients is needed."""
 
 
-def _psum(tree: Any, over: tuple[str, ...], placement: Placement) -> Any:
-    """Like `jax.lax.psum`. Between processes on CPUs, each sum takes 4 ms in addition to the time for its bytes, so
-    arrays are summed in buckets there; XLA for GPUs combines them by itself."""
+def _psum(tree: Any, mesh_axes: tuple[str, ...], placement: Placement) -> Any:
+    """Sums each leaf of a tree over mesh axes, as `jax.lax.psum` does. Between processes on CPUs, each sum takes 4 ms
+    in addition to the time for its bytes, so arrays are summed in buckets there. XLA for GPUs combines sums itself."""
     if not placement.between_cpu_processes:
-        return jax.lax.psum(tree, over)
+        return jax.lax.psum(tree, mesh_axes)
     leaves, structure = jax.tree.flatten(tree)
     buckets: dict[tuple[Any, int], list[int]] = {}
-    filled: dict[Any, int] = {}
+    total_bytes: dict[Any, int] = {}
     for index, leaf in enumerate(leaves):
-        filled[leaf.dtype] = filled.get(leaf.dtype, 0) + leaf.nbytes
-        buckets.setdefault((leaf.dtype, filled[leaf.dtype] // _BUCKET_BYTES), []).append(index)
-    psum = functools.partial(jax.lax.psum, axis_name=over)
+        total_bytes[leaf.dtype] = total_bytes.get(leaf.dtype, 0) + leaf.nbytes
+        bucket = (leaf.dtype, total_bytes[leaf.dtype] // _BUCKET_BYTES)
+        buckets.setdefault(bucket, []).append(index)
+    psum = functools.partial(jax.lax.psum, axis_name=mesh_axes)
     for indices in buckets.values():
-        summed = _reduce_concatenated(psum, [leaves[index] for index in indices])
-        for index, leaf in zip(indices, summed, strict=True):
+        sums = _reduce_concatenated(psum, [leaves[index] for index in indices])
+        for index, leaf in zip(indices, sums, strict=True):
             leaves[index] = leaf
     return jax.tree.unflatten(structure, leaves)
 
 
 def _reduce_concatenated(reduce: Callable[[Array], Array], arrays: list[Array]) -> list[Array]:
-    """Reduces arrays of one dtype as one concatenated array."""
-    whole = reduce(jnp.concatenate([array.ravel() for array in arrays]))
-    parts = jnp.split(whole, np.cumsum([array.size for array in arrays])[:-1])
+    """Reduces arrays of one dtype as one concatenated array, and returns each array's result in its shape."""
+    reduced = reduce(jnp.concatenate([array.ravel() for array in arrays]))
+    parts = jnp.split(reduced, np.cumsum([array.size for array in arrays])[:-1])
     return [part.reshape(array.shape) for part, array in zip(parts, arrays, strict=True)]
 
 
 def index_along(axis: str, placement: Placement) -> Array:
     """Returns the index of this device's piece of a logical axis."""
-    over = placement.mesh_axes(axis)
-    return jax.lax.axis_index(over) if over else jnp.int32(0)
+    mesh_axes = placement.mesh_axes(axis)
+    return jax.lax.axis_index(mesh_axes) if mesh_axes else jnp.int32(0)
 
 
 def stage_index() -> Array:
@@ -169,128 +172,136 @@ def stage_index() -> Array:
 
 
 def gather_sequence(x_BSD: Array, placement: Placement, axis: str = "sequence") -> Array:
-    """Gathers [B, L, D] from the pieces of the length, which a logical axis splits: split to replicated. Used at the
-    input of attention and MLP."""
-    over = placement.mesh_axes(axis)
-    if not over:
+    """Gathers an array [B, L, D] whose length is split along the logical `axis`, so that the split array becomes
+    replicated. Used at the input of attention and MLP."""
+    mesh_axes = placement.mesh_axes(axis)
+    if not mesh_axes:
         return x_BSD
-    gather = _with_transpose(functools.partial(_gather, over), functools.partial(_sum_and_scatter, over))
+    gather = _with_transpose(functools.partial(_gather, mesh_axes), functools.partial(_sum_and_scatter, mesh_axes))
     return checkpoint_name(gather(x_BSD), WHOLE_SEQUENCE)
 
 
 def scatter_sequence(x_BLD: Array, placement: Placement, split: str, axis: str = "sequence") -> Array:
-    """Reduces or slices to [B, S, D] at the output of attention and MLP. Partial to split if `split`, the logical axis
-    that was summed over, is split; else replicated to split. If the length stays whole (`whole_length`), partial to
+    """Sums or slices an array [B, L, D] to this device's piece [B, S, D], at the output of attention and MLP. `split`
+    is the logical axis that was summed over. If the mesh splits it, the array is partial and becomes split; otherwise
+    the array is replicated and becomes split. If devices have whole rows (`with_whole_rows`), a partial array becomes
     replicated."""
-    over = placement.mesh_axes(axis)
-    if not over:
+    mesh_axes = placement.mesh_axes(axis)
+    if not mesh_axes:
         # The sum over pipeline stages, which may also split the vocabulary, is a separate call of `sum_over_stages`.
         return _sum(x_BLD, tuple(name for name in placement.mesh_axes(split) if name != STAGE_AXIS))
     if not placement.mesh_axes(split):
         return local_shard(x_BLD, placement, axis)
-    scatter = _with_transpose(functools.partial(_sum_and_scatter, over), functools.partial(_gather, over))
+    scatter = _with_transpose(functools.partial(_sum_and_scatter, mesh_axes), functools.partial(_gather, mesh_axes))
     return checkpoint_name(scatter(x_BLD), SCATTERED)
 
 
 def gather_piece_by_piece(
-    x_BSD: Array, placement: Placement, work: Callable[[Array], Any], axis: str = "sequence"
+    x_BSD: Array, placement: Placement, compute: Callable[[Array], Any], axis: str = "sequence"
 ) -> tuple[Any, Array]:
-    """Returns `work` of each piece of the length, concatenated along the length, and the gathered [B, L, D] itself.
+    """Applies `compute` to each piece of the length. Returns its results, concatenated along the length, and the
+    gathered array [B, L, D].
 
     While a device works on a piece, it sends that piece to the previous device, so no device waits for the whole length
     (Wang et al. 2023, 10.1145/3567955.3567959). Not differentiable: `models.projections` has the transposes.
     """
-    [over] = placement.mesh_axes(axis)
-    size, device_index = placement.sizes[over], jax.lax.axis_index(over)
+    [mesh_axis] = placement.mesh_axes(axis)
+    size, device_index = placement.sizes[mesh_axis], jax.lax.axis_index(mesh_axis)
     to_previous = [(device, (device - 1) % size) for device in range(size)]
-    parts, piece = [], x_BSD
+    results_and_pieces, piece = [], x_BSD
     for step in range(size):
-        result, current = work(piece), piece
+        result, current_piece = compute(piece), piece
         if step < size - 1:
-            arriving = jax.lax.ppermute(piece, over, to_previous)
-            # The next transfer starts only after this piece's work; XLA would otherwise run all transfers first.
-            result, piece = jax.lax.optimization_barrier((result, arriving))
-        parts.append((result, current))
+            arriving_piece = jax.lax.ppermute(piece, mesh_axis, to_previous)
+            # Start the next transfer only after this piece's computation; XLA would otherwise run all transfers first.
+            result, piece = jax.lax.optimization_barrier((result, arriving_piece))
+        results_and_pieces.append((result, current_piece))
     length = x_BSD.shape[1]
 
     def concatenate(*pieces: Array) -> Array:
-        whole = jnp.zeros((pieces[0].shape[0], size * length, *pieces[0].shape[2:]), pieces[0].dtype)
+        joined = jnp.zeros((pieces[0].shape[0], size * length, *pieces[0].shape[2:]), pieces[0].dtype)
         for step, piece in enumerate(pieces):
-            whole = jax.lax.dynamic_update_slice_in_dim(whole, piece, (device_index + step) % size * length, axis=1)
-        return whole
+            joined = jax.lax.dynamic_update_slice_in_dim(joined, piece, (device_index + step) % size * length, axis=1)
+        return joined
 
-    return jax.tree.map(concatenate, *parts)
+    return jax.tree.map(concatenate, *results_and_pieces)
 
 
-def scatter_piece_by_piece(part: Callable[[Array], Array], placement: Placement, axis: str = "sequence") -> Array:
-    """Returns this device's piece of the length, [B, S, D], summed over devices. `part(index)` returns this device's
-    addend of a piece.
+def scatter_piece_by_piece(
+    compute_addend: Callable[[Array], Array], placement: Placement, axis: str = "sequence"
+) -> Array:
+    """Returns this device's piece of the length, [B, S, D], summed over devices. `compute_addend(index)` returns what
+    this device adds to the piece at `index`.
 
     Each sum travels from device to device until it reaches the device that owns the piece. Meanwhile each device
-    computes its next addend. Sums are added in float32 and sent in the dtype of the parts. Not differentiable.
+    computes its next addend. Sums are added in float32 and sent in the dtype of the addends. Not differentiable.
     """
-    [over] = placement.mesh_axes(axis)
-    size, device_index = placement.sizes[over], jax.lax.axis_index(over)
+    [mesh_axis] = placement.mesh_axes(axis)
+    size, device_index = placement.sizes[mesh_axis], jax.lax.axis_index(mesh_axis)
     to_next = [(device, (device + 1) % size) for device in range(size)]
-    total = part((device_index + size - 1) % size)
+    total = compute_addend((device_index + size - 1) % size)
     for step in range(1, size):
-        arriving = jax.lax.ppermute(total, over, to_next)
+        arriving_sum = jax.lax.ppermute(total, mesh_axis, to_next)
         # Without the barrier, XLA fuses the sum into the product, which then waits for the transfer.
-        local = jax.lax.optimization_barrier(part((device_index + size - 1 - step) % size))
-        total = (arriving.astype(jnp.float32) + local.astype(jnp.float32)).astype(local.dtype)
+        addend = jax.lax.optimization_barrier(compute_addend((device_index + size - 1 - step) % size))
+        total = (arriving_sum.astype(jnp.float32) + addend.astype(jnp.float32)).astype(addend.dtype)
     return total
 
 
-def _gather(over: tuple[str, ...], x_BSD: Array) -> Array:
-    """Gathers the length."""
-    return jax.lax.all_gather(x_BSD, over, axis=1, tiled=True)
+def _gather(mesh_axes: tuple[str, ...], x_BSD: Array) -> Array:
+    """Gathers an array over its length."""
+    return jax.lax.all_gather(x_BSD, mesh_axes, axis=1, tiled=True)
 
 
-def _sum_and_scatter(over: tuple[str, ...], x_BLD: Array) -> Array:
-    """Sums over devices and scatters over the length."""
-    return jax.lax.psum_scatter(x_BLD, over, scatter_dimension=1, tiled=True)
+def _sum_and_scatter(mesh_axes: tuple[str, ...], x_BLD: Array) -> Array:
+    """Sums an array over devices, and scatters the sum over its length."""
+    return jax.lax.psum_scatter(x_BLD, mesh_axes, scatter_dimension=1, tiled=True)
 
 
 def local_shard(x_BLD: Array, placement: Placement, axis: str = "sequence") -> Array:
-    """Returns this device's piece of the length of an array that all devices have: replicated to split."""
+    """Returns this device's piece, along the length, of an array that all devices have. A replicated array becomes
+    split."""
     return piece_of_length(x_BLD, index_along(axis, placement), placement, axis)
 
 
 def piece_of_length(x_BLD: Array, index: Array, placement: Placement, axis: str = "sequence") -> Array:
-    """Returns the piece of the length with this index, [B, S, …], of a whole array."""
-    size = x_BLD.shape[1] // placement.num_shards(axis)
-    return jax.lax.dynamic_slice_in_dim(x_BLD, index * size, size, axis=1)
+    """Splits an array [B, L, …] along its length among the devices of `axis`, and returns the piece [B, S, …] at
+    `index`."""
+    piece_length = x_BLD.shape[1] // placement.num_shards(axis)
+    return jax.lax.dynamic_slice_in_dim(x_BLD, index * piece_length, piece_length, axis=1)
 
 
 def sum_over(axis: str, x: Array, placement: Placement) -> Array:
-    """Returns the sum over the pieces of a logical axis: partial to replicated, and so is its transpose."""
+    """Returns the sum over the pieces of a logical axis. A partial array becomes replicated, and the transpose does the
+    same to the gradient."""
     return _sum(x, placement.mesh_axes(axis))
 
 
 def share_of(axis: str, x: Array, placement: Placement) -> Array:
-    """Returns this device's share of a value that all devices of a logical axis have computed alike, so that the sum of
-    the shares is the value: replicated to partial, and so is its transpose. It prevents a sum, such as a term of the
-    loss, from being counted once per device."""
+    """Returns this device's share of a value that all devices along a logical axis have computed identically. The sum
+    of the shares is the value, so a sum such as a term of the loss is not counted once per device. A replicated array
+    becomes partial, and the transpose does the same to the gradient."""
     return x / placement.num_shards(axis)
 
 
 def max_over(axis: str, x: Array, placement: Placement) -> Array:
     """Returns the maximum over the pieces of a logical axis. It has no gradient."""
-    over = placement.mesh_axes(axis)
+    mesh_axes = placement.mesh_axes(axis)
     x = jax.lax.stop_gradient(x)
-    return jax.lax.pmax(x, over) if over else x
+    return jax.lax.pmax(x, mesh_axes) if mesh_axes else x
 
 
 def sum_over_stages(x: Array, placement: Placement) -> Array:
-    """Returns the sum over the pipeline's stages: partial to replicated, and so is its transpose."""
+    """Returns the sum over the pipeline's stages. A partial array becomes replicated, and the transpose does the same
+    to the gradient."""
     return _sum(x, (STAGE_AXIS,) if placement.stages > 1 else ())
 
 
-def _sum(x: Array, over: tuple[str, ...]) -> Array:
-    if not over:
+def _sum(x: Array, mesh_axes: tuple[str, ...]) -> Array:
+    if not mesh_axes:
         return x
-    add = lambda x: jax.lax.psum(x, over)
-    return _with_transpose(add, add)(x)
+    psum = lambda x: jax.lax.psum(x, mesh_axes)
+    return _with_transpose(psum, psum)(x)
 
 
 def mask_other_stages(x: Array, stage: int, placement: Placement) -> Array:
@@ -307,14 +318,16 @@ def broadcast_from_stage(x: Array, stage: int, placement: Placement) -> Array:
 
 
 def shift_stage(x: Array, placement: Placement, *, forward: bool, circular: bool) -> Array:
-    """Sends x to the next stage, or to the previous one. Unless `circular`, the stage at one end receives zeros. Its
-    transpose sends in the other direction."""
+    """Sends x to the next stage if `forward`, else to the previous one. If `circular`, the stages form a ring;
+    otherwise the stage at one end receives zeros. The transpose sends in the other direction."""
     stages = placement.stages
     pairs = [(stage, (stage + 1) % stages) for stage in range(stages if circular else stages - 1)]
     reverse_pairs = [(target, source) for source, target in pairs]
-    ahead, back = (pairs, reverse_pairs) if forward else (reverse_pairs, pairs)
-    hand = lambda pairs: lambda x: jax.lax.ppermute(x, STAGE_AXIS, pairs)
-    return _with_transpose(hand(ahead), hand(back))(x)
+    if not forward:
+        pairs, reverse_pairs = reverse_pairs, pairs
+    send = lambda x: jax.lax.ppermute(x, STAGE_AXIS, pairs)
+    send_back = lambda gradient: jax.lax.ppermute(gradient, STAGE_AXIS, reverse_pairs)
+    return _with_transpose(send, send_back)(x)
 
 
 Arguments = ParamSpec("Arguments")
@@ -324,8 +337,9 @@ Result = TypeVar("Result")
 def with_backward(
     backward: Callable[..., Any], static: int = 0
 ) -> Callable[[Callable[Arguments, tuple[Result, Any]]], Callable[Arguments, Result]]:
-    """Gives a function that returns (result, residuals) the gradient `backward`, and makes it return the result alone.
-    Its first `static` arguments are not arrays; `backward` receives them, too, before the residuals.
+    """Returns a decorator for a function that returns (result, residuals). The decorated function returns only the
+    result, and `backward` computes its gradient from the residuals. Its first `static` arguments are not arrays;
+    `backward` receives them, too, before the residuals.
 
     Remat policies see inside the function, including its checkpoint names.
     """

@@ -1,4 +1,4 @@
-"""Sharding of arrays: the order of devices in the mesh, and one table from logical axes to mesh axes."""
+"""Sharding of arrays: the order of devices in the mesh, and one table that maps logical axes to mesh axes."""
 
 import functools
 import math
@@ -25,8 +25,8 @@ from jaxmnt.config.schema import Config
 from jaxmnt.errors import ConfigError
 from jaxmnt.parallel.axes import num_microbatches, resolve_sizes
 
-Hosts = Callable[[jax.Device], str]
-"""Returns the name of a device's machine."""
+HostOf = Callable[[jax.Device], str]
+"""A function that returns the name of a device's machine."""
 
 
 def host_of_process(device: jax.Device) -> str:
@@ -35,7 +35,7 @@ def host_of_process(device: jax.Device) -> str:
 
 
 def build_mesh(
-    mesh: Mesh, devices: Sequence[jax.Device] | None = None, hosts: Hosts | None = None
+    mesh: Mesh, devices: Sequence[jax.Device] | None = None, host_of: HostOf | None = None
 ) -> jax.sharding.Mesh:
     """Returns a mesh with all six axes over `devices` (default: all), in order of slice, host, process and device id.
 
@@ -44,30 +44,31 @@ def build_mesh(
     """
     mesh_devices = list(devices or jax.devices())
     several_processes = len({device.process_index for device in mesh_devices}) > 1
-    host = hosts or (host_of_process if several_processes else lambda _: "")
+    host_of = host_of or (host_of_process if several_processes else lambda _: "")
     process_and_id = lambda device: (device.process_index, device.id)
     # Hosts are ordered by their first device.
-    first: dict[str, tuple[int, int]] = {}
+    first_devices: dict[str, tuple[int, int]] = {}
     for device in sorted(mesh_devices, key=process_and_id):
-        first.setdefault(host(device), process_and_id(device))
+        first_devices.setdefault(host_of(device), process_and_id(device))
     slice_of = lambda device: getattr(device, "slice_index", None) or 0
-    mesh_devices.sort(key=lambda device: (slice_of(device), first[host(device)], process_and_id(device)))
+    mesh_devices.sort(key=lambda device: (slice_of(device), first_devices[host_of(device)], process_and_id(device)))
     sizes = resolve_sizes(mesh, len(mesh_devices))
     grid = np.array(mesh_devices, dtype=object).reshape([sizes[axis] for axis in AXES])
     for axis in MESH_AXES:
         if axis.inside_host and sizes[axis.name] > 1 and not mesh.allow_split_hosts:
-            _check_inside_hosts(grid, axis.name, sizes[axis.name], host)
+            _check_inside_hosts(grid, axis.name, sizes[axis.name], host_of)
     return jax.sharding.Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
-def _check_inside_hosts(grid: np.ndarray, axis: str, size: int, host: Hosts) -> None:
+def _check_inside_hosts(grid: np.ndarray, axis: str, size: int, host_of: HostOf) -> None:
     """Raises `ConfigError` if a group of devices along the axis spans several hosts."""
     for group in np.moveaxis(grid, AXES.index(axis), -1).reshape(-1, size):
-        spanned = sorted({host(device) for device in group})
-        if len(spanned) > 1:
+        hosts = sorted({host_of(device) for device in group})
+        if len(hosts) > 1:
             raise ConfigError(
-                f"mesh.{axis}: {size} devices would span the hosts {', '.join(spanned[:4])}, over the slow network; "
-                f"lower it to the devices of a host, or set mesh.allow_split_hosts: true"
+                f"mesh.{axis}: {size} devices would span the hosts {', '.join(hosts[:4])}, which communicate over the "
+                f"slow network; lower mesh.{axis} to at most the number of devices per host, or set "
+                "mesh.allow_split_hosts: true"
             )
 
 
@@ -75,46 +76,48 @@ RULES: dict[str, tuple[str, ...]] = {
     "batch": BATCH_AXES,
     "devices": AXES,
     "length": axes_that_split("length"),
-    "sequence": axes_that_split("features"),  # the length between layers, in norms and on the residual stream
+    "sequence": axes_that_split("features"),  # the length between layers, that is, in norms and on the residual stream
     "layers": axes_that_split("layers"),
     "embed": GATHERING_AXES,
     "kv_embed": GATHERING_AXES,
     "vocab": axes_that_split("layers", "features"),
-    "positions": axes_that_split("layers", "features"),  # of a table of learned positions
+    "positions": axes_that_split("layers", "features"),  # the rows of a table of learned positions
     "heads": axes_that_split("features"),
     "kv_heads": axes_that_split("features"),
     "head_dim": (),
     "mlp": axes_that_split("features"),
-    "norm": (),  # scales of norms: whole on every device, and used in float32
+    "norm": (),  # scales of norms, which are whole on every device and used in float32
     "bias": (),
     "buffer": (),
 }
+"""The mesh axes that split each logical axis."""
 
 GATHERED = ("embed", "kv_embed")
 """Logical axes that are stored in pieces and gathered for use."""
 
 SCALES_AND_BIASES = {"norm", "bias"}
-"""Logical axes of parameters that are few and are not decayed."""
+"""Logical axes of scales and biases, which have few parameters and no weight decay."""
 
 OVERRIDES = {"embed": BATCH_AXES} | {axis: RULES[axis] for axis in ("heads", "kv_heads", "mlp")}
-"""Logical axes that `mesh.rules` may change, and the mesh axes that each may be split over: those whose communication
-is implemented."""
+"""Logical axes that `mesh.rules` may change, and the mesh axes over which each may be split, because the communication
+that this requires is implemented."""
 
 MAX_REPLICATED_SHARE = 0.02
-"""The largest share of a model's parameters that may be whole on every device although a mesh axis could split them."""
+"""The maximum share of a model's parameters that may be whole on every device although a mesh axis could split them."""
 
 Axes = tuple[str | None, ...]
-"""Logical axis names of an array's dimensions."""
+"""The logical axis of each dimension of an array; None for a dimension that is never split."""
 
 
 Overlap = Literal["off", "ring", "rows"]
-"""The computation that hides communication of activations along `model`. `off`: none. `ring`: other pieces of the
-length, which arrive one after another. `rows`: the other half of the microbatch's rows."""
+"""The computation on a device while activations are communicated along `model`. It is none with `off`. With `ring` it
+is on other pieces of the length, which arrive one after another. With `rows` it is on the other half of the
+microbatch's rows."""
 
 
 @dataclass(frozen=True)
 class Placement:
-    """The mesh with the sharding rules applied to it."""
+    """A mesh, and the rules that shard arrays over it."""
 
     mesh: jax.sharding.Mesh
     rules: dict[str, tuple[str, ...]] = field(default_factory=lambda: RULES)
@@ -126,11 +129,11 @@ class Placement:
         return dict(self.mesh.shape)
 
     def mesh_axes(self, axis: str | None) -> tuple[str, ...]:
-        """Returns the mesh axes of more than one device that split a logical axis."""
+        """Returns the mesh axes that split a logical axis, without mesh axes of one device."""
         return () if axis is None else tuple(name for name in self.rules[axis] if self.sizes[name] > 1)
 
     def num_shards(self, axis: str | None) -> int:
-        """Returns the number of pieces of a logical axis."""
+        """Returns the number of pieces into which a logical axis is split."""
         return math.prod(self.sizes[name] for name in self.mesh_axes(axis))
 
     @property
@@ -149,12 +152,12 @@ class Placement:
         return self.sizes[STAGE_AXIS]
 
     @property
-    def axes_of_layers(self) -> int:
+    def num_layer_axes(self) -> int:
         """The number of mesh axes along which layers or stages communicate."""
         return sum(size > 1 for axis, size in self.sizes.items() if axis not in REPLICA_AXES)
 
     def local_length(self, length: int) -> int:
-        """Returns the number of tokens of a row that a device has between layers."""
+        """Returns the number of tokens that a device has of each row of `length` tokens between layers."""
         return length // self.num_shards("length") // self.num_shards("sequence")
 
     @property
@@ -163,20 +166,20 @@ class Placement:
         return self.num_shards("batch")
 
     def gathered_axes(self, axes: Axes) -> tuple[int, tuple[str, ...]] | None:
-        """Returns the dimension of a weight that is gathered before use, and the mesh axes it is gathered over; None if
-        there is none."""
+        """Returns the dimension along which a weight with these logical axes is gathered before use, and the mesh axes
+        over which it is gathered, or None if it is not gathered."""
         for dimension, axis in enumerate(axes):
             if axis in GATHERED and self.mesh_axes(axis):
                 return dimension, self.mesh_axes(axis)
         return None
 
     def replicated_axes(self, axes: Axes) -> tuple[str, ...]:
-        """Returns the mesh axes over which an array is replicated."""
-        used = {name for axis in axes for name in self.mesh_axes(axis)}
-        return tuple(name for name, size in self.sizes.items() if size > 1 and name not in used)
+        """Returns the mesh axes over which an array with these logical axes is replicated."""
+        splitting_axes = {name for axis in axes for name in self.mesh_axes(axis)}
+        return tuple(name for name, size in self.sizes.items() if size > 1 and name not in splitting_axes)
 
     def spec(self, axes: Axes) -> P:
-        """Returns the partition of an array over the mesh."""
+        """Returns the partition over the mesh of an array with these logical axes."""
         return P(*(self.mesh_axes(axis) or None for axis in axes))
 
     def sharding(self, axes: Axes) -> NamedSharding:
@@ -185,10 +188,10 @@ class Placement:
 
 
 def build_placement(config: Config, mesh: jax.sharding.Mesh, stacks: Sequence[str] = ("layers",)) -> Placement:
-    """Returns the placement for a config: the table with the config's overrides, and with the changes that its sizes
-    require. `stacks` are the logical axes along which layers are stacked.
+    """Returns the placement for a config. Its rules are the table with the config's overrides and with the changes that
+    the config's sizes require. `stacks` are the logical axes along which layers are stacked.
 
-    Raises `ConfigError` for rules that are not supported and for sizes that do not divide.
+    Raises `ConfigError` for rules that are not supported and for sizes that cannot be split evenly.
     """
     rules = RULES | dict.fromkeys(stacks, RULES["layers"]) | _overrides(config)
     rules["kv_embed"] = rules["embed"]
@@ -196,26 +199,28 @@ def build_placement(config: Config, mesh: jax.sharding.Mesh, stacks: Sequence[st
     assert kv_heads
     num_shards = math.prod(mesh.shape[axis] for axis in RULES["kv_heads"])
     if kv_heads % num_shards or not rules["kv_heads"] or not rules["heads"]:
-        # A device's share of the key/value heads is not the heads that its queries need. So the weights are whole where
-        # they are used, and stored split over all axes along the embedding.
+        # A device's share of the key/value heads would not be the heads that its queries need. So the weights are whole
+        # where they are used, and are stored split along the embedding over all these axes.
         rules["kv_heads"] = ()
-        over = (*rules["embed"], *RULES["kv_heads"])
-        if rules["heads"] and config.model.hidden_size % math.prod(mesh.shape[axis] for axis in over) == 0:
-            rules["kv_embed"] = over
+        storage_axes = (*rules["embed"], *RULES["kv_heads"])
+        storage_shards = math.prod(mesh.shape[axis] for axis in storage_axes)
+        if rules["heads"] and config.model.hidden_size % storage_shards == 0:
+            rules["kv_embed"] = storage_axes
     placement = Placement(mesh, rules)
-    _check_divides(config, placement)
+    _check_divisible(config, placement)
     return replace(placement, overlap=_choose_overlap(config, placement))
 
 
 _MIN_RING_TOKENS, _MIN_RING_WIDTH = 2048, 2048
-"""The fewest tokens of a piece, and inputs of the MLP's last product, for which auto chooses the ring. On an H100 a
-product takes longer than the transfer of its piece from 1,700 inputs on: 2 · T · D · F FLOPs at 593 TFLOP/s, and 2 · T
-· D bytes at 350 GB/s. The start of a transfer, some 12 µs, is a small part of it from some thousand tokens on."""
+"""The minimum number of tokens in a piece, and of inputs to the MLP's last product, for which `auto` chooses the ring.
+With at least 1,700 inputs (F), a product on an H100 takes longer than the transfer of its piece: it computes 2 · T · D
+· F FLOPs at 593 TFLOP/s, and the transfer moves 2 · T · D bytes at 350 GB/s. Starting a transfer takes about 12 µs,
+which is a small part of its time if the piece has at least about a thousand tokens (T)."""
 
 
 def _choose_overlap(config: Config, placement: Placement) -> Overlap:
-    """Returns the overlap that `model.overlap` sets or, for auto, chooses: off on CPUs, where communication blocks the
-    device anyway, else rows, or the ring for large pieces."""
+    """Returns the overlap that `model.overlap` sets. `auto` chooses `off` on CPUs, where communication blocks the
+    device anyway. Elsewhere it chooses `rows` if a microbatch has several rows, else `ring` if the pieces are large."""
     requested = config.model.overlap
     shards = placement.num_shards("sequence")
     shard_rows = config.data.global_batch_size // placement.batch_shards
@@ -228,7 +233,7 @@ def _choose_overlap(config: Config, placement: Placement) -> Overlap:
     if requested == "rows" and rows == 1:
         raise ConfigError(
             "model.overlap: rows needs at least two rows per microbatch, to compute one while the other is "
-            "communicated; set train.microbatch_size, or auto"
+            "communicated; set a larger train.microbatch_size, or model.overlap=auto"
         )
     if requested != "auto":
         return requested
@@ -236,13 +241,15 @@ def _choose_overlap(config: Config, placement: Placement) -> Overlap:
         return "off"
     if rows > 1:
         return "rows"
-    piece, width = rows * config.data.sequence_length // shards, config.model.intermediate_size or 0
-    large = piece >= _MIN_RING_TOKENS and width >= _MIN_RING_WIDTH * placement.num_shards("mlp")
-    return "ring" if large and placement.stages == 1 else "off"
+    piece_tokens = rows * config.data.sequence_length // shards
+    mlp_width = config.model.intermediate_size or 0
+    is_large = piece_tokens >= _MIN_RING_TOKENS and mlp_width >= _MIN_RING_WIDTH * placement.num_shards("mlp")
+    return "ring" if is_large and placement.stages == 1 else "off"
 
 
-def whole_length(placement: Placement) -> Placement:
-    """Returns the placement with rows whole between layers, as generation of single tokens requires."""
+def with_whole_rows(placement: Placement) -> Placement:
+    """Returns the placement, changed so that devices have whole rows between layers. Generating one token at a time
+    requires this."""
     return replace(placement, rules=placement.rules | {"sequence": ()}, overlap="off")
 
 
@@ -252,24 +259,25 @@ def parameter_name(path: Any) -> str:
 
 
 def without_stack_axis(axes: Any) -> Any:
-    """Returns a tree of the axes of stacked layers, without the stack axis."""
+    """Returns the tree of logical axes of stacked layers, without each array's first axis, the stack."""
     return jax.tree.map(lambda names: names[1:], axes, is_leaf=is_axes)
 
 
 def is_axes(leaf: Any) -> bool:
-    """Returns True if a node of a tree is the axes of one array."""
+    """Returns True if a node in a tree of logical axes holds the axes of one array."""
     return isinstance(leaf, tuple) and all(name is None or isinstance(name, str) for name in leaf)
 
 
 def named_leaves(tree: Any, axes: Any) -> list[tuple[str, Any, Axes]]:
-    """Returns the name, the leaf and the logical axes of each array of a tree of parameters or buffers."""
-    named = jax.tree.leaves_with_path(axes, is_leaf=is_axes)
-    leaves = zip(jax.tree.leaves(tree), named, strict=True)
-    return [(parameter_name(path), leaf, names) for leaf, (path, names) in leaves]
+    """Returns the name, the leaf and the logical axes of each array in a tree of parameters or buffers."""
+    paths_and_axes = jax.tree.leaves_with_path(axes, is_leaf=is_axes)
+    pairs = zip(jax.tree.leaves(tree), paths_and_axes, strict=True)
+    return [(parameter_name(path), leaf, names) for leaf, (path, names) in pairs]
 
 
 def _overrides(config: Config) -> dict[str, tuple[str, ...]]:
-    """Returns the config's rules, sorted in mesh order. Raises `ConfigError` for a rule that is not supported."""
+    """Returns the rules in the config, with the mesh axes of each in mesh order. Raises `ConfigError` for a rule that
+    is not supported."""
     for axis, names in config.mesh.rules.items():
         if axis not in OVERRIDES:
             raise ConfigError(
@@ -288,8 +296,9 @@ def _overrides(config: Config) -> dict[str, tuple[str, ...]]:
     return {axis: tuple(name for name in AXES if name in names) for axis, names in config.mesh.rules.items()}
 
 
-def _check_divides(config: Config, placement: Placement) -> None:
-    """Raises `ConfigError` for the first size that must be divisible and is not. Vocabulary and MLP are padded."""
+def _check_divisible(config: Config, placement: Placement) -> None:
+    """Raises `ConfigError` for the first size that cannot be split evenly over the mesh. Vocabulary and MLP are not
+    checked, because they are padded."""
     model = config.model
     for key, size, axis in (
         ("model.num_heads", model.num_heads, "heads"),
@@ -306,18 +315,21 @@ def _check_divides(config: Config, placement: Placement) -> None:
 def check_replicated_share(abstract: Any, axes: Any, placement: Placement) -> None:
     """Raises `ConfigError` if over 2 % of the parameters are whole on every device although an axis could split them.
 
-    `abstract` is the tree of parameters as they are placed, `axes` the tree of their logical axes.
+    `abstract` is the tree of the parameters' shapes, and `axes` the tree of their logical axes.
     """
     leaves = named_leaves(abstract, axes)
     total = sum(leaf.size for _, leaf, _ in leaves)
     for mesh_axis in (*GATHERING_AXES, *axes_that_split("features", "layers")):
         if placement.sizes[mesh_axis] == 1:
             continue
-        whole = [(name, leaf.size) for name, leaf, names in leaves if mesh_axis in placement.replicated_axes(names)]
-        share = sum(size for _, size in whole) / total
+        replicated = [
+            (name, leaf.size) for name, leaf, names in leaves if mesh_axis in placement.replicated_axes(names)
+        ]
+        share = sum(size for _, size in replicated) / total
         if share > MAX_REPLICATED_SHARE:
-            largest = sorted(whole, key=lambda name_and_size: (-name_and_size[1], name_and_size[0]))[:4]
+            largest = sorted(replicated, key=lambda name_and_size: (-name_and_size[1], name_and_size[0]))[:4]
             raise ConfigError(
-                f"mesh.{mesh_axis}: {share:.0%} of the parameters would stay whole on every device of the axis, "
-                f"largest: {', '.join(name for name, _ in largest)}; change mesh.rules, or set mesh.{mesh_axis} to 1"
+                f"mesh.{mesh_axis}: {share:.0%} of the parameters would stay whole on every device along the axis, "
+                f"the largest of them {', '.join(name for name, _ in largest)}; change mesh.rules, or set "
+                f"mesh.{mesh_axis} to 1"
             )

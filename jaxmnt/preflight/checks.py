@@ -37,7 +37,7 @@ def run_all_checks(
             rows += write_rate_rows(directory, identity, hosts)
         machines = host_names(identity)
         host_of = lambda device: machines[device.process_index]
-        mesh = build_mesh(config.mesh, hosts=host_of)
+        mesh = build_mesh(config.mesh, host_of=host_of)
         rows += room_rows(config, host_of) if is_first else []
         rows += links.matmul_rows(identity, hosts)
         rows += links.pair_rows(identity, hosts, {facts["host"]: megabits(facts) for facts in all_facts})

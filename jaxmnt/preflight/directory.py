@@ -13,7 +13,7 @@ from jaxmnt.data.sources import fit_to_data, open_sources
 from jaxmnt.distributed.coordination import broadcast, gather
 from jaxmnt.distributed.identity import Identity
 from jaxmnt.errors import counted
-from jaxmnt.parallel.sharding import Hosts
+from jaxmnt.parallel.sharding import HostOf
 from jaxmnt.preflight.table import Row, describe_hosts, failed_row, ok_row, warning_row
 from jaxmnt.run.rundir import run_directories
 from jaxmnt.training.build import build_spec
@@ -166,7 +166,7 @@ def _error_message(action: Callable[[], object]) -> str:
     return ""
 
 
-def room_rows(config: Config, hosts: Hosts) -> list[Row]:
+def room_rows(config: Config, hosts: HostOf) -> list[Row]:
     """Checks that the disk has room for the next checkpoint and for all that are kept. Compiles nothing."""
     import jax
 

@@ -1,1 +1,1 @@
-"""The training step as a pure function, the optimizer, and what compiling them costs in memory."""
+"""The training step as a pure function, the optimizer, and the memory that the compiled step needs."""

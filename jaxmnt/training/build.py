@@ -1,4 +1,4 @@
-"""Everything about a step that is decided before anything is compiled."""
+"""Builds the spec of a step: everything about the step that is decided before anything is compiled."""
 
 import math
 from collections.abc import Sequence
@@ -16,13 +16,13 @@ from jaxmnt.parallel.axes import num_microbatches, resolve_sizes
 from jaxmnt.parallel.layout import EMPTY_SLOT, Dimension, Layout, pad_dimension
 from jaxmnt.parallel.sharding import (
     RULES,
-    Hosts,
+    HostOf,
     Placement,
     build_mesh,
     build_placement,
     check_replicated_share,
     named_leaves,
-    whole_length,
+    with_whole_rows,
 )
 from jaxmnt.training.loss import load_loss
 from jaxmnt.training.optimizer import build_optimizer
@@ -36,8 +36,8 @@ from jaxmnt.training.trained import trained_axes
 def inference_spec(
     config: Config, data_vocab_size: int, mesh: Mesh | None = None, devices: Sequence[jax.Device] | None = None
 ) -> StepSpec:
-    """Returns the spec for calling a trained model, on one device by default. The mesh has no pipeline, and rows are
-    whole on each device.
+    """Returns the spec for calling a trained model, by default on one device. The mesh has no pipeline, and each device
+    has whole rows.
 
     Raises `ConfigError` for sizes that do not fit the mesh.
     """
@@ -45,7 +45,7 @@ def inference_spec(
     if mesh.sizes()[STAGE_AXIS] != 1:
         raise ConfigError("mesh.pipeline: inference does not support a pipeline; use fsdp and model instead")
     sizes = resolve_sizes(mesh, len(devices))
-    # The smallest batch and length that the mesh can split; callers pass their own shapes.
+    # The smallest batch size and length that the mesh can split. Callers pass arrays of other shapes.
     rows = math.prod(sizes[axis] for axis in BATCH_AXES)
     length = math.prod(sizes[axis] for axis in RULES["sequence"])
     settings = {
@@ -57,16 +57,16 @@ def inference_spec(
         "model.overlap": "off",
         "optimizer.offload": False,
     }
-    called = config.model_copy(update={"mesh": mesh, "pipeline": Pipeline()}).changed(settings)
-    spec = build_spec(called, data_vocab_size, devices)
-    placement = whole_length(spec.placement)
+    inference_config = config.model_copy(update={"mesh": mesh, "pipeline": Pipeline()}).changed(settings)
+    spec = build_spec(inference_config, data_vocab_size, devices)
+    placement = with_whole_rows(spec.placement)
     return replace(spec, placement=placement, layout=replace(spec.layout, placement=placement))
 
 
 def build_spec(
-    config: Config, data_vocab_size: int, devices: Sequence[jax.Device] | None = None, hosts: Hosts | None = None
+    config: Config, data_vocab_size: int, devices: Sequence[jax.Device] | None = None, host_of: HostOf | None = None
 ) -> StepSpec:
-    """Resolves the config for a mesh: decides everything that is decided before anything is compiled.
+    """Resolves the config for a mesh, and returns all decisions that precede compilation.
 
     Raises `ConfigError` for sizes that do not fit the mesh.
     """
@@ -79,7 +79,7 @@ def build_spec(
         )
     definition = define(build_family(model, vocab))
     stacks = [group.name for group in definition.groups]
-    placement = build_placement(config, build_mesh(config.mesh, devices, hosts), stacks)
+    placement = build_placement(config, build_mesh(config.mesh, devices, host_of), stacks)
     schedule, slots = _plan_schedule(config, definition, placement)
     layout = _plan_layout(config, slots, placement)
     _check_sizes(definition, layout)
@@ -96,16 +96,16 @@ def build_spec(
     _check_memory_options(config, placement)
     if kernel == "cudnn" and (model.head_dim or 0) > 128 and is_planned(placement):
         raise ConfigError(
-            f"model.attention: JAX compiles cuDNN's attention with heads of {model.head_dim} only on a machine with a "
-            "GPU; set model.attention=xla for the plan"
+            f"model.attention: JAX can compile cuDNN's attention with a head dimension of {model.head_dim} only on a "
+            "machine with a GPU; set model.attention=xla to plan without one"
         )
     return spec
 
 
 def _plan_schedule(config: Config, definition: Definition, placement: Placement) -> tuple[PipelineSchedule, Slots]:
-    """Returns the schedule, and which unit of each group is in which slot of each stage."""
+    """Returns the schedule, and the unit of each group of layers in each slot of each stage."""
     stages, pipeline = placement.stages, config.pipeline
-    # One stage has nothing to schedule: a microbatch's backward follows its forward.
+    # With one stage there is nothing to schedule, because each microbatch's backward follows its forward.
     name, chunks = (pipeline.schedule, pipeline.chunks) if stages > 1 else ("1f1b", 1)
     try:
         check_pipeline(pipeline, stages, config.model.num_layers)
@@ -127,7 +127,7 @@ def _plan_layout(config: Config, slots: Slots, placement: Placement) -> Layout:
 
 
 def _check_sizes(definition: Definition, layout: Layout) -> None:
-    """Raises `ConfigError` for the first parameter or buffer that cannot be split as its axes say."""
+    """Raises `ConfigError` for the first parameter or buffer that the mesh cannot split along its logical axes."""
     placement = layout.placement
     params = named_leaves(definition.abstract, definition.axes)
     buffers = named_leaves(definition.abstract_buffers, definition.buffer_axes)
@@ -138,13 +138,15 @@ def _check_sizes(definition: Definition, layout: Layout) -> None:
                 if size != expected:
                     raise ConfigError(
                         f"model.family: {name} has {size} along {axis}, which is padded for this mesh and therefore "
-                        f"must be {expected}; choose sizes that divide, or another mesh"
+                        f"must be {expected}; choose a size that needs no padding, or another mesh"
                     )
             elif size % placement.num_shards(axis):
-                split = " × ".join(
+                axis_sizes = " × ".join(
                     f"mesh.{mesh_axis} {placement.sizes[mesh_axis]}" for mesh_axis in placement.mesh_axes(axis)
                 )
-                raise ConfigError(f"model.family: {name} has {size} along {axis}, which {split} does not divide")
+                raise ConfigError(
+                    f"model.family: {name} has {size} along {axis}, which is not divisible by {axis_sizes}"
+                )
 
 
 def _check_memory_options(config: Config, placement: Placement) -> None:
@@ -170,5 +172,6 @@ def has_host_memory(placement: Placement) -> bool:
 
 
 def is_planned(placement: Placement) -> bool:
-    """Returns True if these devices are only compiled for and do not exist on this machine: they have no memory."""
+    """Returns True if the devices of the mesh exist only for compilation, not on this machine. Such devices have no
+    memory."""
     return not any(device.addressable_memories() for device in placement.mesh.devices.flat)

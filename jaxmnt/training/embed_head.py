@@ -1,8 +1,8 @@
 """The ends of the model for one microbatch: the embedding, and the final norm, head and loss.
 
 The vocabulary is split over `pipeline` and `model` together, so that every stage does a share of the head's work and no
-stage waits for another. For this the stages exchange the microbatch's activations, not the tables. All functions run on
-every stage at once. The family defines what they compute; the gradients are those of JAX.
+stage waits for another. To do so, the stages exchange the microbatch's activations, not the tables. All functions run
+on every stage at once. The family defines what they compute, and JAX derives the gradients.
 
 Shapes: B batch, L length, S a device's piece of the length, D model, V a device's part of the vocabulary.
 """
@@ -21,7 +21,7 @@ from jaxmnt.training.weights import Weights
 
 
 class EmbedAndHead:
-    """The ends of the model on this device."""
+    """The ends of the model on this device: the embedding, and the final norm, head and loss."""
 
     def __init__(self, spec: StepSpec, weights: Weights):
         self._spec, self._weights = spec, weights
@@ -29,30 +29,30 @@ class EmbedAndHead:
 
     def embed(self, rows: Batch) -> Array:
         """Returns the first layer's input, [B, S, D]."""
-        return self._embed(self._use(self._spec.definition.first), rows)
+        return self._embed(self._float32_ends(self._spec.definition.first), rows)
 
     def embed_gradient(self, x_gradient_BSD: Array, rows: Batch) -> Params:
-        """Returns the gradients of the parameters before the first layer, from the gradient of the first stage's input,
-        which is taken from that stage."""
-        _, backward = jax.vjp(lambda params: self._embed(params, rows), self._use(self._spec.definition.first))
+        """Returns the gradients of the parameters before the first layer, from the gradient of the first stage's input.
+        Of `x_gradient_BSD`, only the first stage's is used."""
+        _, backward = jax.vjp(lambda params: self._embed(params, rows), self._float32_ends(self._spec.definition.first))
         return backward(collectives.mask_other_stages(x_gradient_BSD, 0, self._spec.placement))[0]
 
     def loss(self, y_BSD: Array, rows: Batch) -> LossSums:
-        """Returns sums of the loss from the last stage's output."""
-        return self._loss(self._use(self._spec.definition.last), y_BSD, rows)
+        """Returns the loss sums of a microbatch from the last stage's output."""
+        return self._loss(self._float32_ends(self._spec.definition.last), y_BSD, rows)
 
     def loss_and_gradients(self, y_BSD: Array, rows: Batch) -> tuple[LossSums, Array, Params]:
-        """Returns `loss` and its gradients with respect to the last stage's output and to the parameters after the last
-        layer."""
-        params = self._use(self._spec.definition.last)
+        """Returns the loss sums, and the loss's gradients with respect to the last stage's output and to the parameters
+        after the last layer."""
+        params = self._float32_ends(self._spec.definition.last)
         sums, backward = jax.vjp(lambda params, y_BSD: self._loss(params, y_BSD, rows), params, y_BSD)
         gradients, y_gradient_BSD = backward(LossSums(jnp.ones(()), jnp.zeros(())))
         return sums, y_gradient_BSD, gradients
 
     def logits(self, y_BSD: Array) -> Array:
         """Returns logits [B, L, V] in float32 from the output of the last layer, without a pipeline."""
-        ends = self._spec.definition.ends(self._use(self._spec.definition.last))
-        x_BLD = self._into_head(ends, y_BSD)
+        ends = self._spec.definition.ends(self._float32_ends(self._spec.definition.last))
+        x_BLD = self._head_input(ends, y_BSD)
         head_DV = self._family.head_weight(ends).astype(self._spec.dtype)
         product_TV = jnp.dot(x_BLD.reshape(-1, x_BLD.shape[-1]), head_DV, preferred_element_type=jnp.float32)
         return self._family.finish_logits(ends, product_TV).reshape(*x_BLD.shape[:-1], -1)
@@ -62,7 +62,7 @@ class EmbedAndHead:
         ends = spec.definition.ends(params)
         x_BLD = self._family.embed(ends, rows["tokens"], rows["positions"], spec.dtype, spec.placement)
         x_BLD = x_BLD.astype(spec.dtype)
-        # Each part of the vocabulary has the rows of its own tokens, so these sums have one term that is not 0.
+        # A device has only the rows for its own part of the vocabulary, so each of these sums has one nonzero term.
         x_BSD = collectives.scatter_sequence(x_BLD, spec.placement, "vocab")
         return collectives.sum_over_stages(x_BSD, spec.placement)
 
@@ -71,7 +71,7 @@ class EmbedAndHead:
         train, placement = spec.config.train, spec.placement
         y_BSD = collectives.broadcast_from_stage(y_BSD, placement.stages - 1, placement)
         ends = definition.ends(params)
-        x_BLD = self._into_head(ends, y_BSD)
+        x_BLD = self._head_input(ends, y_BSD)
         chunks = LossChunks(
             chunks=chunk_count(rows["targets"].size, definition.vocab_size, placement, train.loss_chunk_mib),
             data_vocab_size=spec.data_vocab_size,
@@ -80,15 +80,15 @@ class EmbedAndHead:
             finish=lambda params, logits_CV: self._family.finish_logits(definition.ends(params), logits_CV),
             loss=lambda logits, tokens: spec.loss(logits, tokens, train),
         )
-        rest = {name: params[name] for name in self._family.finishing}
-        return chunked_loss(chunks, x_BLD, HeadWeights(self._family.head_weight(ends), rest), rows)
+        finishing_params = {name: params[name] for name in self._family.finishing}
+        return chunked_loss(chunks, x_BLD, HeadWeights(self._family.head_weight(ends), finishing_params), rows)
 
-    def _into_head(self, ends: dict[str, Any], y_BSD: Array) -> Array:
-        """Returns the head's input, [B, L, D] in the compute dtype."""
+    def _head_input(self, ends: dict[str, Any], y_BSD: Array) -> Array:
+        """Returns the head's input, [B, L, D] in the compute dtype, from the output of the last layer."""
         x_BSD = self._family.final_norm(ends, y_BSD).astype(self._spec.dtype)
         return collectives.gather_sequence(x_BSD, self._spec.placement)
 
-    def _use(self, names: tuple[str, ...]) -> Params:
-        """Returns the weights of these ends as float32 for autodiff, so that their gradients are float32. They are
-        communicated and multiplied in the compute dtype: XLA removes the two casts."""
+    def _float32_ends(self, names: tuple[str, ...]) -> Params:
+        """Returns the weights of the ends of the model with these names, as float32 so that autodiff gives float32
+        gradients. XLA removes the two casts, so the weights are communicated and multiplied in the compute dtype."""
         return jax.tree.map(lambda weight: weight.astype(jnp.float32), self._weights.ends(names))
