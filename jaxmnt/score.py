@@ -169,7 +169,7 @@ def scores(model: "TrainedModel", requests: Sequence[ScoreRequest], batch: int) 
             row[: len(piece.ids)] = piece.ids
         put = lambda array: jax.device_put(np.ascontiguousarray(array), sharding)
         row_scores = jax.device_get(model.row_scores(put(ids[:, :-1]), put(ids[:, 1:])))
-        row_results = zip(batch_pieces, row_scores.log_p_BL, row_scores.likeliest_BL, strict=False)
+        row_results = zip(batch_pieces, row_scores.log_p_BL, row_scores.is_likeliest_BL, strict=False)
         for (index, piece), log_p, likeliest in row_results:
             scored = slice(piece.begin - 1, len(piece.ids) - 1)
             total = totals[index]

@@ -32,7 +32,7 @@ from jaxmnt.train import train
 from jaxmnt.training.build import inference_spec
 from jaxmnt.training.compile import compile_program
 from jaxmnt.training.embed_head import EmbedAndHead
-from jaxmnt.training.stage import Layers, Pass, always, microbatch_rows
+from jaxmnt.training.stage import Layers, Pass, always_run, microbatch_rows
 from jaxmnt.training.state import abstract_state
 from jaxmnt.training.weights import Weights
 
@@ -213,7 +213,7 @@ def test_a_packed_document_sees_itself_alone(mixture, tmp_path):
         weights, (group,) = Weights(spec, params), spec.definition.groups
         embed_head, order = EmbedAndHead(spec, weights), jax.numpy.arange(group.units)
         layers = Layers(spec, group, weights, {}, order, group.units)
-        whole = Pass(0, 0, microbatch_rows(spec, fields, None), always)
+        whole = Pass(0, 0, microbatch_rows(spec, fields, None), always_run)
         return embed_head.logits(layers.evaluate(embed_head.embed(fields), whole))[0]
 
     together, place = logits(batch(pieces)), 0

@@ -47,7 +47,7 @@ def test_a_stage_holds_what_its_depth_asks_for(stages, microbatches, chunks):
 )  # fmt: skip
 def test_slots_are_free_when_they_are_written(name, stages, microbatches, chunks):
     schedule = build_schedule(name, stages, microbatches, chunks if name == "interleaved" else 1)
-    writes, reads, count = schedule.slots()
+    writes, reads, count = schedule.assign_slots()
     for stage in range(stages):
         held: dict[int, Work] = {}
         for tick in range(schedule.ticks):

@@ -1,10 +1,10 @@
 """Executes a schedule: all microbatches of a step through all stages, inside the step's shard_map.
 
-One program runs on all stages. It loops over the schedule's ticks, and in each tick a stage does what the table
-says for it, sends its output to the next stage and its input's gradient to the previous stage. A stage that is idle in
-a phase of a tick skips the phase with `lax.cond`. All devices of a stage take the same branch, so they may communicate
-inside it. Without a pipeline this is gradient accumulation: one stage, one tick per microbatch, no idle phases, and no
-stored activations of other microbatches.
+One program runs on all stages. It loops over the schedule's ticks, and in each tick a stage does the work that the
+table assigns to it, sends its output to the next stage, and sends its input's gradient to the previous stage. A stage
+that is idle in a phase of a tick skips the phase with `lax.cond`. All devices of a stage take the same branch, so they
+may communicate inside it. Without a pipeline this is gradient accumulation: one stage, one tick per microbatch, no idle
+phases, and no stored activations of other microbatches.
 
 Splitting backward in two, as zero-bubble schedules do (Qi et al. 2023, arXiv:2401.10241), would be a third phase in the
 table: `Layers.backward` would return the input's gradient and store (activations, output gradient) in a second buffer
@@ -35,36 +35,37 @@ from jaxmnt.training.remat import Residuals
 from jaxmnt.training.spec import Batch, StepSpec
 from jaxmnt.training.stage import Layers, Pass, PrefetchedLayers, Rows, microbatch_rows
 from jaxmnt.training.state import abstract_state
-from jaxmnt.training.trained import select
+from jaxmnt.training.trained import select_trained
 from jaxmnt.training.weights import BY_ZERO, Weights
 
 FORWARD, BACKWARD, LOSS, ENTER, LEAVE = "stage_forward", "stage_backward", "loss", "enter", "leave"
-"""Scopes in the compiled program of the phases that a condition may skip. The table's rows for the ends of the pipeline
-have the same names (`LOSS`, `ENTER`, `LEAVE`)."""
+"""The scopes in the compiled program for phases that a condition may skip. `LOSS`, `ENTER` and `LEAVE` are also the
+names of the table's arrays for the ends of the pipeline."""
 
 
 RowKeys = Callable[[Array], Array | None]
-"""Returns the random keys of a microbatch's rows, or None without dropout."""
+"""A function that returns the random keys of a microbatch's rows, or None without dropout."""
 
 TickPlan = dict[str, Array]
-"""The table's row for one tick."""
+"""The entry for one tick in each of the table's arrays."""
 
 Tick = Callable[[Any, TickPlan], tuple[Any, None]]
+"""A function that runs one tick. It takes the carry and the plan of the tick, and returns (new carry, None)."""
 
 
 class Results(NamedTuple):
-    """Sums and gradients of all microbatches of this batch shard, on this device."""
+    """Sums and gradients over all microbatches of this batch shard, on this device."""
 
     sums: LossSums
     layers: dict[str, Any]
-    """The layers' `sums` by group, stacked as the group is placed: this device's part of them."""
+    """This device's part of the layers' `sums`, by group, stacked in the device layout."""
     gradients: Params
     squares: Array | None
     """The sum of squares of this device's small-batch gradients, if requested."""
 
 
 def loss_and_gradients(spec: StepSpec, params: Params, buffers: Params, batch: Batch, row_keys: RowKeys) -> Results:
-    """Computes the summed loss of this batch shard's rows and this device's gradients of it, in float32.
+    """Computes the summed loss of this batch shard's rows, and this device's gradients of that loss, in float32.
 
     `row_keys` returns the random keys of a microbatch's rows. Gradients are summed over the axes along which weights
     are gathered, but not yet over the axes along which weights are replicated.
@@ -72,13 +73,13 @@ def loss_and_gradients(spec: StepSpec, params: Params, buffers: Params, batch: B
     step = prepare_step(spec, params, buffers, batch, spec.schedule, row_keys)
     final = step.run(functools.partial(_tick, step), _start(step), _last_tick(step))
     gradient_squares = final.squares
-    if step.small is not None and not step.small.of_first_microbatch:
+    if step.small is not None and not step.small.from_first_microbatch:
         gradient_squares = squares(spec, step.small, final.gradients)
     return Results(final.sums, final.layer_sums, step.weights.finish(final.gradients), gradient_squares)
 
 
 def loss(spec: StepSpec, params: Params, buffers: Params, batch: Batch, schedule: PipelineSchedule) -> LossSums:
-    """Computes the summed loss of this batch shard's rows, by a schedule without backward."""
+    """Computes the summed loss of this batch shard's rows, with a schedule that has no backward."""
     step = prepare_step(spec, params, buffers, batch, schedule)
     return step.run(functools.partial(_evaluation_tick, step), (step.zero_activations(), no_loss()))[1]
 
@@ -87,24 +88,25 @@ class StepTrace(NamedTuple):
     """Facts about one device's part of a step, from tracing the step without running it."""
 
     residuals: dict[str, Residuals]
-    """The buffers for residuals by group of layers, for all slots."""
+    """The buffers for residuals in all slots, by group of layers."""
     gathered_in_float8: dict[str, list[list[bool]]]
-    """For each parameter, whether it is gathered in float8, by group and index in the group's pattern."""
+    """Flags that say for each parameter whether it is gathered in float8, by group of layers and index in its
+    pattern."""
     products: tuple[int, int]
-    """Counts of the layers' matrix products: those in float8, and all; 0, 0 without float8."""
+    """The number of the layers' matrix products in float8, and the number of all of them; both are 0 without float8."""
 
 
 def trace_step(spec: StepSpec) -> StepTrace:
-    """Traces a step without running it."""
+    """Traces a step without running it, and returns facts about one device's part of it."""
     traces: list[StepTrace] = []
 
     def trace_on_device(params: Params, buffers: Params, batch: Batch) -> Array:
         step = prepare_step(spec, params, buffers, batch, spec.schedule)
-        gathered = {name: layers.weights.packed for name, layers in step.layers.items()}
+        gathered_in_float8 = {name: layers.weights.gathered_in_float8 for name, layers in step.layers.items()}
         products: list[bool] = []
         for layers in step.layers.values() if spec.float8 else ():
             products += layers.products(step.zero_activations(), step.layer_rows(jnp.int32(0)))
-        traces.append(StepTrace(_start(step).residuals, gathered, (sum(products), len(products))))
+        traces.append(StepTrace(_start(step).residuals, gathered_in_float8, (sum(products), len(products))))
         return jnp.zeros(())
 
     state = abstract_state(spec)
@@ -139,20 +141,20 @@ class Step:
 
     def run(self, tick: Tick, start: Any, last_tick: Tick | None = None) -> Any:
         """Runs `tick` from `start` over all ticks and returns the final carry. `last_tick`, if given, replaces `tick`
-        in the last one."""
-        rows, ticks = self.table.rows, self.schedule.ticks
+        in the last tick."""
+        arrays, ticks = self.table.arrays, self.schedule.ticks
         if ticks > 1:
-            looped = ticks if last_tick is None else ticks - 1
-            looped_rows = jax.tree.map(lambda array: jnp.asarray(array[:looped]), rows)
-            start = jax.lax.scan(tick, start, looped_rows)[0]
+            looped_ticks = ticks if last_tick is None else ticks - 1
+            looped_plans = jax.tree.map(lambda array: jnp.asarray(array[:looped_ticks]), arrays)
+            start = jax.lax.scan(tick, start, looped_plans)[0]
             if last_tick is None:
                 return start
-        last_row = jax.tree.map(lambda array: jnp.asarray(array[-1]), rows)
-        return (last_tick or tick)(start, last_row)[0]
+        last_plan = jax.tree.map(lambda array: jnp.asarray(array[-1]), arrays)
+        return (last_tick or tick)(start, last_plan)[0]
 
     def rows(self, microbatch: Array) -> Batch:
-        # -1 stands for no microbatch: its rows are not used.
-        """Returns a microbatch's fields, [B, L] each."""
+        """Returns a microbatch's fields, [B, L] each. For -1, which stands for no microbatch, it returns rows that are
+        not used."""
         pick = lambda field: jax.lax.dynamic_index_in_dim(field, jnp.maximum(microbatch, 0), keepdims=False)
         return jax.tree.map(pick, self.fields)
 
@@ -167,25 +169,27 @@ class Step:
         length = spec.placement.local_length(spec.config.data.sequence_length)
         return jnp.zeros((spec.microbatch_rows, length, spec.config.model.hidden_size), spec.dtype)
 
-    def pass_at(self, row: TickPlan, phase: str, scope: str) -> Pass:
-        """Returns which microbatch goes through which chunk of this stage in a phase of a tick."""
-        microbatch, chunk, slot = row[phase][self.stage]
-        when = functools.partial(_when, self.table.rows[phase][..., 0], microbatch, scope)
-        return Pass(chunk, slot, self.layer_rows(microbatch), when)
+    def pass_at(self, plan: TickPlan, phase: str, scope: str) -> Pass:
+        """Returns the pass of a microbatch through a chunk of this stage in a phase of a tick."""
+        microbatch, chunk, slot = plan[phase][self.stage]
+        run_if_active = functools.partial(_run_if_active, self.table.arrays[phase][..., 0], microbatch, scope)
+        return Pass(chunk, slot, self.layer_rows(microbatch), run_if_active)
 
-    def cond_at(self, row: TickPlan, end: str, active: Callable[[], Any], idle: Callable[[], Any]) -> Any:
-        """Returns `active()` in a tick in which a microbatch is at this end of the pipeline (`ENTER`, `LOSS`, `LEAVE`),
-        else `idle()`."""
-        return _when(self.table.rows[end], row[end], end, None, active, idle)
+    def run_if_at_end(self, plan: TickPlan, end: str, compute: Callable[[], Any], skip: Callable[[], Any]) -> Any:
+        """Returns `compute()` in a tick in which a microbatch is at this end of the pipeline (`ENTER`, `LOSS` or
+        `LEAVE`), else `skip()`."""
+        return _run_if_active(self.table.arrays[end], plan[end], end, None, compute, skip)
 
-    def chunk_input(self, row: TickPlan, chunk: Array, arriving_BSD: Array) -> Array:
-        """Returns a chunk's input: the embedding for the first stage's first chunk, else what arrived."""
-        embed = lambda: self.ends.embed(self.rows(row[ENTER]))
-        x_BSD = self.cond_at(row, ENTER, embed, lambda: arriving_BSD)
+    def chunk_input(self, plan: TickPlan, chunk: Array, arriving_BSD: Array) -> Array:
+        """Returns a chunk's input. This is the embedding for the first stage's first chunk, and `arriving_BSD`, the
+        output of the previous piece of the model, for all other chunks."""
+        embed = lambda: self.ends.embed(self.rows(plan[ENTER]))
+        x_BSD = self.run_if_at_end(plan, ENTER, embed, lambda: arriving_BSD)
         return x_BSD if self.is_single_stage else jnp.where((self.stage == 0) & (chunk == 0), x_BSD, arriving_BSD)
 
     def shift_between_stages(self, x_BSD: Array, *, forward: bool) -> Array:
-        """Sends x to the neighbouring stage and returns what arrives from the other neighbour."""
+        """Sends x to the next stage if `forward`, else to the previous one, and returns the activations or gradients
+        that arrive from the other neighbour."""
         if self.is_single_stage:
             return x_BSD
         circular = self.schedule.chunks > 1
@@ -203,45 +207,45 @@ def prepare_step(
     """Returns this device's part of a step. Weights that are gathered once per step are gathered here."""
     weights = BY_ZERO[spec.zero](spec, params)
     stage = 0 if schedule.stages == 1 else collectives.stage_index()
-    fold = lambda field: field.reshape(-1, spec.microbatch_rows, *field.shape[1:])
-    fields = jax.tree.map(fold, batch)
+    split_into_microbatches = lambda field: field.reshape(-1, spec.microbatch_rows, *field.shape[1:])
+    fields = jax.tree.map(split_into_microbatches, batch)
     layers = {}
     layers_class = PrefetchedLayers if spec.prefetch else Layers
     for group in spec.definition.groups:
-        order = np.array([[-1 if unit is None else unit for unit in row] for row in spec.slots[group.name]])
+        order = np.array([[-1 if unit is None else unit for unit in units] for units in spec.slots[group.name]])
         stage_order = jnp.asarray(order)[stage]
         depth = order.shape[1] // schedule.chunks
-        full = bool((order >= 0).all())
-        layers[group.name] = layers_class(spec, group, weights, buffers, stage_order, depth, full=full)
+        all_filled = bool((order >= 0).all())
+        layers[group.name] = layers_class(spec, group, weights, buffers, stage_order, depth, all_filled=all_filled)
     step = Step(
         spec, schedule, schedule_table(schedule), stage, weights, layers, EmbedAndHead(spec, weights), fields, row_keys,
         small_batches(spec),
     )  # fmt: skip
     if spec.float8 and spec.config.train.float8_gather and spec.zero == 3:
         for group_layers in layers.values():
-            group_layers.gather_in_float8(step.zero_activations(), step.layer_rows(jnp.int32(0)))
+            group_layers.enable_float8_gather(step.zero_activations(), step.layer_rows(jnp.int32(0)))
     return step
 
 
-def _evaluation_tick(step: Step, carry: tuple[Array, LossSums], row: TickPlan) -> tuple[tuple[Array, LossSums], None]:
+def _evaluation_tick(step: Step, carry: tuple[Array, LossSums], plan: TickPlan) -> tuple[tuple[Array, LossSums], None]:
     """Runs one tick of evaluation."""
     arriving_BSD, sums = carry
-    chunk_pass = step.pass_at(row, "forward", FORWARD)
-    y_BSD = step.chunk_input(row, chunk_pass.chunk, arriving_BSD)
+    chunk_pass = step.pass_at(plan, "forward", FORWARD)
+    y_BSD = step.chunk_input(plan, chunk_pass.chunk, arriving_BSD)
     for layers in step.layers.values():
         y_BSD = layers.evaluate(y_BSD, chunk_pass)
-    with_microbatch = lambda: sums.plus(step.ends.loss(y_BSD, step.rows(row[LOSS])))
-    sums = step.cond_at(row, LOSS, with_microbatch, lambda: sums)
+    add_loss = lambda: sums.plus(step.ends.loss(y_BSD, step.rows(plan[LOSS])))
+    sums = step.run_if_at_end(plan, LOSS, add_loss, lambda: sums)
     return (step.shift_between_stages(y_BSD, forward=True), sums), None
 
 
 class _Carry(NamedTuple):
     """The carry of the loop over training ticks."""
 
-    arriving: Array  # [B, S, D] from the previous stage
-    returning: Array  # [B, S, D] from the next stage: a gradient
-    residuals: dict[str, Residuals]  # by group: what forward passes stored for their backward passes, by slot
-    pending: Array  # [slots, B, S, D]: the loss's gradients until the last stage's backward uses them
+    arriving: Array  # [B, S, D], activations from the previous stage
+    returning: Array  # [B, S, D], a gradient from the next stage
+    residuals: dict[str, Residuals]  # by group, the arrays that forward stored for backward in each slot
+    pending: Array  # [slots, B, S, D], the loss's gradients that the last stage's backward has yet to use
     gradients: Params
     sums: LossSums
     layer_sums: dict[str, Any]
@@ -258,7 +262,7 @@ def _start(step: Step) -> _Carry:
     pending = jnp.zeros((step.table.pending_slots, *zero_activations.shape), zero_activations.dtype)
     residuals = {name: buffers for name, (buffers, _) in allocated.items()}
     layer_sums = {name: sums for name, (_, sums) in allocated.items()}
-    squares_first = small is not None and small.of_first_microbatch
+    squares_first_microbatch = small is not None and small.from_first_microbatch
     return _Carry(
         arriving=zero_activations,
         returning=zero_activations,
@@ -267,77 +271,78 @@ def _start(step: Step) -> _Carry:
         gradients=step.weights.zero_gradients(),
         sums=no_loss(),
         layer_sums=layer_sums,
-        squares=jnp.zeros((), jnp.float32) if squares_first else None,
+        squares=jnp.zeros((), jnp.float32) if squares_first_microbatch else None,
     )
 
 
 def _last_tick(step: Step) -> Tick | None:
-    """Returns the last tick's function if it differs from the others: gradients are then summed over replicas while
-    backward runs."""
+    """Returns the function that runs the last tick, or None if that tick runs like the others. It differs if gradients
+    are summed over replicas while its backward runs."""
     if not any(map(step.spec.is_reduced_early, jax.tree.leaves(step.spec.trained_axes, is_leaf=is_axes))):
         return None
     if step.schedule.ticks == 1:
         return functools.partial(_tick, step, last=True)
 
-    def after_others(carry: _Carry, row: TickPlan) -> tuple[_Carry, None]:
+    def last_tick(carry: _Carry, plan: TickPlan) -> tuple[_Carry, None]:
         # Without the barrier, XLA overlaps the last microbatch with the previous ones, which keeps both sets of
         # residuals and the weights gathered for the previous microbatches alive. The layers and the ends read
-        # `step.weights`, so they use the weights behind the barrier, too.
-        carry, row, step.weights.params = jax.lax.optimization_barrier((carry, row, step.weights.params))
-        return _tick(step, carry, row, last=True)
+        # `step.weights`, so they also use the weights that the barrier returns.
+        carry, plan, step.weights.params = jax.lax.optimization_barrier((carry, plan, step.weights.params))
+        return _tick(step, carry, plan, last=True)
 
-    return after_others
+    return last_tick
 
 
-def _tick(step: Step, carry: _Carry, row: TickPlan, *, last: bool = False) -> tuple[_Carry, None]:
+def _tick(step: Step, carry: _Carry, plan: TickPlan, *, last: bool = False) -> tuple[_Carry, None]:
     """Runs one tick of training: forward, loss, backward, and the exchange with the neighbouring stages."""
-    y_BSD, carry = _forward(step, carry, row)
-    y_gradient_BSD, carry = _loss(step, carry, row, y_BSD)
-    y_gradient_BSD, carry = _delay_loss_gradient(step, carry, row, y_gradient_BSD)
-    x_gradient_BSD, carry = _backward(step, carry, row, y_gradient_BSD, last)
-    carry = _embedding_backward(step, carry, row, x_gradient_BSD)
-    carry = _square_first_gradients(step, carry, row)
+    y_BSD, carry = _forward(step, carry, plan)
+    y_gradient_BSD, carry = _loss(step, carry, plan, y_BSD)
+    y_gradient_BSD, carry = _delay_loss_gradient(step, carry, plan, y_gradient_BSD)
+    x_gradient_BSD, carry = _backward(step, carry, plan, y_gradient_BSD, last)
+    carry = _embedding_backward(step, carry, plan, x_gradient_BSD)
+    carry = _square_first_gradients(step, carry, plan)
     arriving_BSD = step.shift_between_stages(y_BSD, forward=True)
     returning_BSD = step.shift_between_stages(x_gradient_BSD, forward=False)
     return carry._replace(arriving=arriving_BSD, returning=returning_BSD), None
 
 
-def _forward(step: Step, carry: _Carry, row: TickPlan) -> tuple[Array, _Carry]:
+def _forward(step: Step, carry: _Carry, plan: TickPlan) -> tuple[Array, _Carry]:
     """Runs this tick's forward pass through a chunk and stores its residuals."""
-    chunk_pass = step.pass_at(row, "forward", FORWARD)
-    y_BSD = step.chunk_input(row, chunk_pass.chunk, carry.arriving)
+    chunk_pass = step.pass_at(plan, "forward", FORWARD)
+    y_BSD = step.chunk_input(plan, chunk_pass.chunk, carry.arriving)
     residuals, sums = dict(carry.residuals), dict(carry.layer_sums)
     for name, layers in step.layers.items():
         y_BSD, residuals[name], sums[name] = layers.forward(y_BSD, chunk_pass, residuals[name], sums[name])
     return y_BSD, carry._replace(residuals=residuals, layer_sums=sums)
 
 
-def _loss(step: Step, carry: _Carry, row: TickPlan, y_BSD: Array) -> tuple[Array, _Carry]:
-    """Returns the gradient of the last stage's output, in the tick in which that stage finishes a microbatch."""
+def _loss(step: Step, carry: _Carry, plan: TickPlan, y_BSD: Array) -> tuple[Array, _Carry]:
+    """Returns the gradient of the loss with respect to the last stage's output, and the carry with this microbatch's
+    loss added, in a tick in which the last stage finishes a microbatch. In other ticks the gradient is zero."""
 
     def loss_of_microbatch() -> tuple[LossSums, Array, Params]:
-        sums, y_gradient_BSD, new = step.ends.loss_and_gradients(y_BSD, step.rows(row[LOSS]))
-        return carry.sums.plus(sums), y_gradient_BSD, _add_end_gradients(step, carry.gradients, new)
+        sums, y_gradient_BSD, new_gradients = step.ends.loss_and_gradients(y_BSD, step.rows(plan[LOSS]))
+        return carry.sums.plus(sums), y_gradient_BSD, _add_end_gradients(step, carry.gradients, new_gradients)
 
-    unchanged = {name: carry.gradients[name] for name in step.spec.definition.last}
-    idle = lambda: (carry.sums, jnp.zeros_like(y_BSD), unchanged)
-    sums, y_gradient_BSD, new = step.cond_at(row, LOSS, loss_of_microbatch, idle)
-    return y_gradient_BSD, carry._replace(sums=sums, gradients=carry.gradients | new)
+    old_gradients = {name: carry.gradients[name] for name in step.spec.definition.last}
+    skip = lambda: (carry.sums, jnp.zeros_like(y_BSD), old_gradients)
+    sums, y_gradient_BSD, end_gradients = step.run_if_at_end(plan, LOSS, loss_of_microbatch, skip)
+    return y_gradient_BSD, carry._replace(sums=sums, gradients=carry.gradients | end_gradients)
 
 
-def _delay_loss_gradient(step: Step, carry: _Carry, row: TickPlan, y_gradient_BSD: Array) -> tuple[Array, _Carry]:
-    """Stores the loss's gradient until the last stage's backward, and returns the gradient that this tick uses."""
+def _delay_loss_gradient(step: Step, carry: _Carry, plan: TickPlan, y_gradient_BSD: Array) -> tuple[Array, _Carry]:
+    """Stores the loss's gradient until the last stage's backward needs it, and returns the one that this tick uses."""
     if not step.table.pending_slots:
         return y_gradient_BSD, carry
-    write, read = row["pending"]
-    new = jnp.where(row[LOSS] >= 0, y_gradient_BSD, carry.pending[write])
-    pending = carry.pending.at[write].set(new)
-    return pending[read], carry._replace(pending=pending)
+    write_slot, read_slot = plan["pending"]
+    stored_gradient = jnp.where(plan[LOSS] >= 0, y_gradient_BSD, carry.pending[write_slot])
+    pending = carry.pending.at[write_slot].set(stored_gradient)
+    return pending[read_slot], carry._replace(pending=pending)
 
 
-def _backward(step: Step, carry: _Carry, row: TickPlan, y_gradient_BSD: Array, last: bool) -> tuple[Array, _Carry]:
+def _backward(step: Step, carry: _Carry, plan: TickPlan, y_gradient_BSD: Array, last: bool) -> tuple[Array, _Carry]:
     """Runs this tick's backward pass through a chunk and adds the weights' gradients."""
-    chunk_pass = step.pass_at(row, "backward", BACKWARD)
+    chunk_pass = step.pass_at(plan, "backward", BACKWARD)
     gradients = dict(carry.gradients)
     if step.is_single_stage:
         y_gradient_BSD, gradients = _reduce_head_first(step, y_gradient_BSD, gradients)
@@ -346,7 +351,7 @@ def _backward(step: Step, carry: _Carry, row: TickPlan, y_gradient_BSD: Array, l
         y_gradient_BSD = jnp.where(is_last, y_gradient_BSD, carry.returning)
     if step.schedule.ticks == 1:
         # With a single tick, allocate the layer gradients only after the head's backward pass: no earlier tick has
-        # added to them, and before or beside the head's gradients they would only take memory.
+        # added to them, and earlier they would only take memory in addition to the head's gradients.
         allocate_late = lambda like: zeros_after(y_gradient_BSD, like)
         gradients |= jax.tree.map(allocate_late, {name: gradients[name] for name in step.layers})
     x_gradient_BSD = y_gradient_BSD
@@ -365,53 +370,54 @@ def _reduce_head_first(step: Step, y_gradient_BSD: Array, gradients: Params) -> 
     return y_gradient_BSD, gradients | head_gradients
 
 
-def _embedding_backward(step: Step, carry: _Carry, row: TickPlan, x_gradient_BSD: Array) -> _Carry:
-    """Adds the embedding's gradient, in the tick in which the first stage finishes a microbatch's backward pass."""
+def _embedding_backward(step: Step, carry: _Carry, plan: TickPlan, x_gradient_BSD: Array) -> _Carry:
+    """Adds the embedding's gradient, in a tick in which the first stage finishes a microbatch's backward pass."""
 
-    def with_microbatch() -> Params:
-        new = step.ends.embed_gradient(x_gradient_BSD, step.rows(row[LEAVE]))
-        return _add_end_gradients(step, carry.gradients, new)
+    def add_gradients() -> Params:
+        new_gradients = step.ends.embed_gradient(x_gradient_BSD, step.rows(plan[LEAVE]))
+        return _add_end_gradients(step, carry.gradients, new_gradients)
 
-    unchanged = lambda: {name: carry.gradients[name] for name in step.spec.definition.first}
-    new = step.cond_at(row, LEAVE, with_microbatch, unchanged)
-    return carry._replace(gradients=carry.gradients | new)
+    skip = lambda: {name: carry.gradients[name] for name in step.spec.definition.first}
+    end_gradients = step.run_if_at_end(plan, LEAVE, add_gradients, skip)
+    return carry._replace(gradients=carry.gradients | end_gradients)
 
 
-def _square_first_gradients(step: Step, carry: _Carry, row: TickPlan) -> _Carry:
-    """Computes the squares of the first microbatch's gradients, right after that microbatch."""
-    small, before = step.small, carry.squares
-    if small is None or before is None:
+def _square_first_gradients(step: Step, carry: _Carry, plan: TickPlan) -> _Carry:
+    """Computes the squares of the first microbatch's gradients, in the tick of that microbatch's backward pass."""
+    small, old_squares = step.small, carry.squares
+    if small is None or old_squares is None:
         return carry
-    is_first = row["backward"][step.stage][0] == 0
-    after_first = lambda: squares(step.spec, small, carry.gradients)
-    return carry._replace(squares=jax.lax.cond(is_first, after_first, lambda: before))
+    is_first = plan["backward"][step.stage][0] == 0
+    compute = lambda: squares(step.spec, small, carry.gradients)
+    return carry._replace(squares=jax.lax.cond(is_first, compute, lambda: old_squares))
 
 
 def _add_end_gradients(step: Step, gradients: Params, new: Params) -> Params:
-    """Returns the accumulated gradients of these ends of the model plus those of a microbatch."""
+    """Returns the accumulated gradients of the ends of the model that `new` has, plus the `new` gradients of a
+    microbatch."""
     axes = {name: step.spec.trained_axes[name] for name in new}
-    reduced = step.weights.reduce(select(new, axes), axes)
+    reduced = step.weights.reduce(select_trained(new, axes), axes)
     return {name: jax.tree.map(jnp.add, gradients[name], reduced[name]) for name in new}
 
 
-def _when(
-    planned: np.ndarray,
+def _run_if_active(
+    microbatch_of_ticks: np.ndarray,
     microbatch: Array,
     scope: str,
     extra_condition: Array | None,
-    active: Callable[[], Any],
-    idle: Callable[[], Any],
+    compute: Callable[[], Any],
+    skip: Callable[[], Any],
 ) -> Any:
-    """Returns `active()` where there is a microbatch and `extra_condition` is true, else `idle()`. Compiles no
-    condition if both always hold."""
+    """Returns `compute()` in `scope` if this tick has a microbatch and `extra_condition` is true or None, else
+    `skip()`. No condition is compiled if every tick in `microbatch_of_ticks` has a microbatch and `extra_condition` is
+    None."""
 
-    def scoped() -> Any:
+    def compute_in_scope() -> Any:
         with jax.named_scope(scope):
-            return active()
+            return compute()
 
-    # The table is static: where every tick has a microbatch, no condition is compiled.
-    conditions = [] if (planned >= 0).all() else [microbatch >= 0]
+    conditions = [] if (microbatch_of_ticks >= 0).all() else [microbatch >= 0]
     conditions += [] if extra_condition is None else [extra_condition]
     if not conditions:
-        return scoped()
-    return jax.lax.cond(functools.reduce(jnp.logical_and, conditions), scoped, idle)
+        return compute_in_scope()
+    return jax.lax.cond(functools.reduce(jnp.logical_and, conditions), compute_in_scope, skip)

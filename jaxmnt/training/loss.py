@@ -27,15 +27,15 @@ from jaxmnt.parallel.sharding import Placement
 
 
 class LossSums(NamedTuple):
-    """Float32 sums over real tokens; divide by the sum of weights once, at the very end."""
+    """Float32 sums over real tokens. They are divided by the sum of weights once, at the very end."""
 
     loss: Array
-    """The minimised loss."""
+    """The sum of the loss that training minimises."""
     cross_entropy: Array
-    """The reported cross-entropy in nats."""
+    """The sum of the cross-entropy that is reported, in nats."""
 
     def plus(self, new: "LossSums") -> "LossSums":
-        """Returns the sums over the tokens of both."""
+        """Returns the sums over the tokens of `self` and of `new` together."""
         return LossSums(*map(jnp.add, self, new))
 
 
@@ -44,11 +44,11 @@ class Logits:
     """The logits of a chunk of tokens, for the token ids that this device has.
 
     The results of its methods are replicated over the devices that share the vocabulary. These devices all compute the
-    same loss from them and each counts a share of it, so the gradient that comes back is partial.
+    same loss from the results, and each device counts a share of it, so the gradient of the results is partial.
     """
 
     values_CV: Array
-    """Float32 logits; minus infinity for token ids that do not occur in the data."""
+    """Float32 logits, with minus infinity for token ids that do not occur in the data."""
     ids_V: Array
     """The token ids that this device has."""
     placement: Placement
@@ -58,20 +58,20 @@ class Logits:
         return _log_sum_exp(self.placement, self.values_CV)
 
     def pick(self, ids_C: Array) -> Array:
-        """Returns the logit of one id for each token, [C]."""
-        # A comparison and a sum instead of an index: each device looks only at its part of the vocabulary.
+        """Returns, for each token, the logit of its id in `ids_C`, [C]."""
+        # Compare and sum instead of indexing, because each device has only its part of the vocabulary.
         return self.weighted(ids_C[:, None] == self.ids_V)
 
     def weighted(self, weights_CV: Array) -> Array:
-        """Returns the sum of all logits times weights, [C]; `weights_CV` are those of this device's `ids_V`. Logits of
-        token ids that do not occur in the data count as 0."""
-        counts_CV = (weights_CV != 0) & (self.values_CV != -jnp.inf)
-        product_CV = jnp.where(counts_CV, self.values_CV, 0) * weights_CV
+        """Returns, for each token, the sum of all logits times their weights, [C]. `weights_CV` has the weights for
+        this device's `ids_V`. Logits of token ids that do not occur in the data count as 0."""
+        is_counted_CV = (weights_CV != 0) & (self.values_CV != -jnp.inf)
+        product_CV = jnp.where(is_counted_CV, self.values_CV, 0) * weights_CV
         return sum_over("vocab", jnp.sum(product_CV, axis=-1), self.placement)
 
 
 def logits_of(values_CV: Array, data_vocab_size: int, placement: Placement) -> Logits:
-    """Returns the `Logits` of this device's part of the vocabulary, masked to the token ids in the data."""
+    """Returns `Logits` from the logits of this device's part of the vocabulary, masked to the token ids in the data."""
     size = values_CV.shape[1]
     ids_V = index_along("vocab", placement) * size + jnp.arange(size)
     if data_vocab_size < size * placement.num_shards("vocab"):
@@ -80,25 +80,27 @@ def logits_of(values_CV: Array, data_vocab_size: int, placement: Placement) -> L
 
 
 Tokens = dict[str, Array]
-"""The fields of a batch for the tokens of a chunk, [C] each: tokens, targets, weights, segments, positions."""
+"""The batch fields tokens, targets, weights, segments and positions for the tokens of a chunk, each [C]."""
 
 Loss = Callable[[Logits, Tokens, Train], LossSums]
 
 
 def cross_entropy(logits: Logits, tokens: Tokens, train: Train) -> LossSums:
-    """Returns the cross-entropy against `targets`, each times its weight, which is 0 where there is no real target.
+    """Returns the sum of the tokens' cross-entropies against `targets`, each times its weight. The weight is 0 where
+    there is no real target.
 
     With z the logarithm of the partition function, the minimised loss is ce + z_loss · z² (PaLM, arXiv:2204.02311,
     section 5).
     """
     log_z_C = logits.log_sum_exp()
-    entropy = jnp.sum((log_z_C - logits.pick(tokens["targets"])) * tokens["weights"])
+    cross_entropy_sum = jnp.sum((log_z_C - logits.pick(tokens["targets"])) * tokens["weights"])
     penalty = train.z_loss * jnp.sum(jnp.square(log_z_C) * tokens["weights"])
-    return LossSums(entropy + penalty, entropy)
+    return LossSums(cross_entropy_sum + penalty, cross_entropy_sum)
 
 
 def load_loss(path: str | None) -> Loss:
-    """Returns the loss at a dotted path; cross-entropy by default. Raises `ConfigError` if the path has no function."""
+    """Returns the loss function at a dotted path, or cross-entropy if `path` is None. Raises `ConfigError` if there is
+    no function at the path."""
     if path is None:
         return cross_entropy
     loss = import_dotted(path, "train.loss", "a function")
@@ -107,8 +109,8 @@ def load_loss(path: str | None) -> Loss:
     return loss
 
 
-def _log_sum_exp_gradient(placement: Placement, saved: tuple[Array, Array], gradient_C: Array) -> tuple[Array]:
-    exponentials_CV, partition_C = saved
+def _log_sum_exp_gradient(placement: Placement, residuals: tuple[Array, Array], gradient_C: Array) -> tuple[Array]:
+    exponentials_CV, partition_C = residuals
     return (exponentials_CV * (sum_over("vocab", gradient_C, placement) / partition_C)[:, None],)
 
 
@@ -124,11 +126,11 @@ def _log_sum_exp(placement: Placement, logits_CV: Array) -> tuple[Array, tuple[A
 
 
 class HeadWeights(NamedTuple):
-    """Parameters of the head: the matrix, and its other parameters, such as a bias. Their gradients have their own
-    dtype."""
+    """The parameters of the head. The gradient of each has the parameter's dtype."""
 
     matrix_DV: Array
     rest: Any
+    """The other parameters, such as a bias."""
 
 
 @dataclass(frozen=True)
@@ -136,89 +138,97 @@ class LossChunks:
     """The static part of a chunked loss."""
 
     chunks: int
+    """The number of chunks."""
     data_vocab_size: int
-    """Token ids from here on have no logit, because the data does not contain them."""
+    """The number of token ids in the data. Token ids of at least this number have no logit."""
     dtype: jnp.dtype
     """The dtype in which x and the matrix are multiplied."""
     placement: Placement
     finish: Callable[[Any, Array], Array]
-    """Maps (other parameters of the head, product [C, V] in float32) to logits."""
+    """Maps (the head's other parameters, the float32 product [C, V] with the matrix) to logits."""
     loss: Callable[[Logits, Tokens], LossSums]
 
 
 def chunk_count(tokens: int, vocab_size: int, placement: Placement, limit_mib: int) -> int:
-    """Returns the number of chunks that keeps a device's float32 logits of one chunk within `limit_mib` MiB."""
-    bytes_per_token = -(-vocab_size // placement.num_shards("vocab")) * 4
-    return max(1, min(tokens, -(-tokens * bytes_per_token // (limit_mib * 2**20))))
+    """Returns the minimum number of chunks with which a device's float32 logits of one chunk take at most `limit_mib`
+    MiB."""
+    vocab_per_device = -(-vocab_size // placement.num_shards("vocab"))
+    logit_bytes = tokens * vocab_per_device * 4
+    chunks = -(-logit_bytes // (limit_mib * 2**20))
+    return max(1, min(tokens, chunks))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def chunked_loss(chunks: LossChunks, x_BLD: Array, head: HeadWeights, rows: Tokens) -> LossSums:
-    """Returns the sums of the loss of `x @ matrix` for all tokens of the rows [B, L]; x is in the compute dtype.
+    """Returns the loss sums for all tokens of the rows [B, L], with the logits from `x @ matrix`. x is in the compute
+    dtype.
 
     Only `loss` has a gradient. The gradient of x is partial over the axes that split the vocabulary.
     """
 
-    def add(sums: LossSums, chunk: tuple[Array, Tokens]) -> tuple[LossSums, None]:
+    matrix_DV = head.matrix_DV.astype(chunks.dtype)
+
+    def add_chunk(sums: LossSums, chunk: tuple[Array, Tokens]) -> tuple[LossSums, None]:
         x_CD, tokens = chunk
         product_CV = _matmul(x_CD, matrix_DV)
         return sums.plus(_chunk_loss(chunks, head.rest, product_CV, tokens)), None
 
-    matrix_DV = head.matrix_DV.astype(chunks.dtype)
-    return jax.lax.scan(add, no_loss(), _cut_rows(chunks, x_BLD, rows))[0]
+    return jax.lax.scan(add_chunk, no_loss(), _cut_rows(chunks, x_BLD, rows))[0]
 
 
-def _with_gradients(
+def _loss_and_gradients(
     chunks: LossChunks, x_BLD: Array, head: HeadWeights, rows: Tokens
 ) -> tuple[LossSums, tuple[Array, HeadWeights]]:
-    """Returns `chunked_loss` and the gradients of its loss with respect to x and the head."""
+    """Returns the sums of `chunked_loss`, and the gradients of their loss with respect to x and the head."""
     matrix_DV = head.matrix_DV.astype(chunks.dtype)
 
-    def add(
+    def add_chunk(
         carry: tuple[LossSums, Array, Any], chunk: tuple[Array, Tokens]
     ) -> tuple[tuple[LossSums, Array, Any], Array]:
         sums, matrix_gradient_DV, rest_gradient = carry
         x_CD, tokens = chunk
-        part, backward = jax.vjp(
-            lambda rest, product_CV: _chunk_loss(chunks, rest, product_CV, tokens), head.rest, _matmul(x_CD, matrix_DV)
-        )
-        # All devices of the vocabulary compute the same loss: each starts from its share of it.
-        new_rest, gradient_CV = backward(LossSums(share_of("vocab", jnp.ones(()), chunks.placement), jnp.zeros(())))
+        chunk_loss = lambda rest, product_CV: _chunk_loss(chunks, rest, product_CV, tokens)
+        chunk_sums, backward = jax.vjp(chunk_loss, head.rest, _matmul(x_CD, matrix_DV))
+        # All devices that share the vocabulary compute the same loss, so each starts from its share of the gradient 1.
+        loss_gradient = share_of("vocab", jnp.ones(()), chunks.placement)
+        chunk_rest_gradient, gradient_CV = backward(LossSums(loss_gradient, jnp.zeros(())))
         gradient_CV = gradient_CV.astype(chunks.dtype)
         x_gradient_CD = gradient_CV @ matrix_DV.T
         matrix_gradient_DV += _matmul(x_CD.T, gradient_CV).astype(matrix_gradient_DV.dtype)
-        return (sums.plus(part), matrix_gradient_DV, jax.tree.map(jnp.add, rest_gradient, new_rest)), x_gradient_CD
+        rest_gradient = jax.tree.map(jnp.add, rest_gradient, chunk_rest_gradient)
+        return (sums.plus(chunk_sums), matrix_gradient_DV, rest_gradient), x_gradient_CD
 
     start = (no_loss(), *jax.tree.map(lambda weight: zeros_after(x_BLD, weight), head))
-    (sums, *gradients), x_gradient_NCD = jax.lax.scan(add, start, _cut_rows(chunks, x_BLD, rows))
-    x_gradient_TD = x_gradient_NCD.reshape(-1, x_BLD.shape[-1])[: x_BLD.shape[0] * x_BLD.shape[1]]
+    (sums, *gradients), x_gradient_NCD = jax.lax.scan(add_chunk, start, _cut_rows(chunks, x_BLD, rows))
+    token_count = x_BLD.shape[0] * x_BLD.shape[1]
+    x_gradient_TD = x_gradient_NCD.reshape(-1, x_BLD.shape[-1])[:token_count]
     return sums, (x_gradient_TD.reshape(x_BLD.shape), HeadWeights(*gradients))
 
 
 def _scale_gradients(
-    chunks: LossChunks, gradients: tuple[Array, HeadWeights], outer: LossSums
+    chunks: LossChunks, gradients: tuple[Array, HeadWeights], sums_gradient: LossSums
 ) -> tuple[Array, HeadWeights, None]:
-    """Scales the gradients that forward computed by the gradient of the loss."""
-    x_gradient_BLD, head = jax.tree.map(lambda g: (g * outer.loss).astype(g.dtype), gradients)
+    """Multiplies the gradients that forward computed by the gradient of the summed loss."""
+    x_gradient_BLD, head = jax.tree.map(lambda g: (g * sums_gradient.loss).astype(g.dtype), gradients)
     return x_gradient_BLD, head, None
 
 
-chunked_loss.defvjp(_with_gradients, _scale_gradients)
+chunked_loss.defvjp(_loss_and_gradients, _scale_gradients)
 
 
 def no_loss() -> LossSums:
-    """Returns the sums over no tokens."""
+    """Returns the sums over no tokens, which are zeros."""
     return LossSums(jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32))
 
 
 def _matmul(x_CD: Array, matrix_DV: Array) -> Array:
-    """Multiplies with float32 accumulation and result."""
+    """Multiplies two matrices. The accumulation and the result are in float32."""
     return jnp.dot(x_CD, matrix_DV, preferred_element_type=jnp.float32)
 
 
 def _chunk_loss(chunks: LossChunks, rest: Any, product_CV: Array, tokens: Tokens) -> LossSums:
-    """Returns a chunk's loss from the head's product. Raises `ConfigError` if the loss function returns anything but
-    `LossSums` of scalars."""
+    """Returns a chunk's loss sums from the product of the head's input and matrix. Raises `ConfigError` if the loss
+    function returns anything but `LossSums` of scalars."""
     logits = logits_of(chunks.finish(rest, product_CV), chunks.data_vocab_size, chunks.placement)
     sums = chunks.loss(logits, tokens)
     if not (isinstance(sums, LossSums) and all(jnp.shape(total) == () for total in sums)):
@@ -230,14 +240,15 @@ def _chunk_loss(chunks: LossChunks, rest: Any, product_CV: Array, tokens: Tokens
 
 
 def _cut_rows(chunks: LossChunks, x_BLD: Array, rows: Tokens) -> tuple[Array, Tokens]:
-    """Splits each array into chunks, [chunks, C, …]."""
-    return jax.tree.map(lambda array: in_chunks(array, chunks.chunks), (x_BLD, rows))
+    """Splits the head's input and each field of the rows into chunks, [chunks, C, …]."""
+    return jax.tree.map(lambda array: split_into_chunks(array, chunks.chunks), (x_BLD, rows))
 
 
-def in_chunks(array_BL: Array, chunks: int) -> Array:
-    """Reshapes [B, L, …] to [chunks, C, …], with zeros after the last token."""
+def split_into_chunks(array_BL: Array, chunks: int) -> Array:
+    """Reshapes an array [B, L, …] to [chunks, C, …], with zeros after the last token."""
     flat = array_BL.reshape(-1, *array_BL.shape[2:])
-    size = -(-len(flat) // chunks)
-    if pad := chunks * size - len(flat):
-        flat = jnp.pad(flat, ((0, pad),) + ((0, 0),) * (flat.ndim - 1))
-    return flat.reshape(chunks, size, *flat.shape[1:])
+    chunk_tokens = -(-len(flat) // chunks)
+    padding = chunks * chunk_tokens - len(flat)
+    if padding:
+        flat = jnp.pad(flat, ((0, padding),) + ((0, 0),) * (flat.ndim - 1))
+    return flat.reshape(chunks, chunk_tokens, *flat.shape[1:])

@@ -1,7 +1,7 @@
-"""Estimates how much device memory each setting would save, from shapes and without compiling.
+"""Estimates from shapes, without compiling, how much device memory each setting would save.
 
-Residuals and the train state are counted. Other temporary memory, such as logits and dropout masks, is not, so halving
-the rows of a microbatch saves more than the estimate.
+The estimates count residuals and the train state. They do not count other temporary memory, such as logits and dropout
+masks, so halving the rows of a microbatch saves more than the estimate.
 """
 
 import contextlib
@@ -25,87 +25,90 @@ class MemorySuggestion(NamedTuple):
     """A setting that would save memory."""
 
     setting: str
-    """The setting as on the command line."""
+    """The setting as it is written on the command line."""
     saves: int
-    """The bytes saved on each device."""
+    """The number of bytes that the setting saves on each device."""
 
 
 def find_memory_suggestions(spec: StepSpec, rebuild: Callable[[Config], StepSpec]) -> list[MemorySuggestion]:
-    """Returns settings that differ from the config's, those that save most first. `rebuild` returns the spec of another
-    config on the same devices."""
+    """Returns settings that would save memory compared with those in the spec's config, sorted so that the setting that
+    saves the most comes first. `rebuild` returns the spec of another config on the same devices."""
     measures: tuple[Callable[[StepSpec], int], ...] = (residual_bytes, _train_state_bytes)
-    before = {measure: measure(spec) for measure in measures}
-    suggestions = [*_suggest_optimizer_changes(spec, before[residual_bytes]), *_suggest_zero_stage(spec)]
+    current_bytes = {measure: measure(spec) for measure in measures}
+    suggestions = [*_suggest_optimizer_changes(spec, current_bytes[residual_bytes]), *_suggest_zero_stage(spec)]
     for setting, changes, measure in _candidate_changes(spec):
-        # A candidate whose sizes do not divide is no suggestion.
+        # Skip a candidate that the config or the mesh does not allow.
         with contextlib.suppress(ConfigError):
-            after = measure(rebuild(spec.config.changed(changes)))
-            suggestions.append(MemorySuggestion(setting, before[measure] - after))
+            changed_bytes = measure(rebuild(spec.config.changed(changes)))
+            suggestions.append(MemorySuggestion(setting, current_bytes[measure] - changed_bytes))
     helpful = (suggestion for suggestion in suggestions if suggestion.saves > 0)
     return sorted(helpful, key=lambda suggestion: (-suggestion.saves, suggestion.setting))
 
 
 def describe_suggestions(memory_suggestions: Sequence[MemorySuggestion], peak: int, limit: int) -> str:
-    """Describes the first three suggestions in words, for a step that needs `peak` bytes on a device with `limit`
+    """Describes the first three suggestions in words, for a step that needs `peak` bytes on a device that has `limit`
     bytes."""
-    parts = [f"{suggestion.setting} saves {size(suggestion.saves)}" for suggestion in memory_suggestions[:3]]
-    if any(suggestion.saves >= peak - limit for suggestion in memory_suggestions):
-        return "; ".join(parts)
+    descriptions = [f"{suggestion.setting} saves {size(suggestion.saves)}" for suggestion in memory_suggestions[:3]]
+    excess = peak - limit
+    if any(suggestion.saves >= excess for suggestion in memory_suggestions):
+        return "; ".join(descriptions)
     factor = math.ceil(peak / limit)
     advice = f"no single setting makes it fit: make mesh.{GATHERING_AXES[0]} at least {factor} times as large"
-    return "; ".join([advice, *parts])
+    return "; ".join([advice, *descriptions])
 
 
 def parameters_of(spec: StepSpec) -> list[tuple[str, jax.ShapeDtypeStruct, Axes]]:
-    """Returns each parameter's name, its shape as it is placed, and its logical axes."""
+    """Returns the name, the shape with dtype and sharding, and the logical axes of each parameter."""
     return named_leaves(abstract_state(spec)["params"], spec.definition.axes)
 
 
 def residual_bytes(spec: StepSpec) -> int:
-    """Returns the peak bytes of residuals on a device, without those in host memory."""
+    """Returns the peak size in bytes of a device's residuals, without those that are kept in host memory."""
     residuals = jax.tree.leaves(engine.trace_step(spec).residuals)
     on_device = (leaf for leaf in residuals if jax.typeof(leaf).memory_space != jax.memory.Space.Host)
     return sum(leaf.dtype.itemsize * math.prod(leaf.shape) for leaf in on_device)
 
 
 def _suggest_optimizer_changes(spec: StepSpec, residuals: int) -> Iterator[MemorySuggestion]:
-    """Yields settings of the optimizer that save memory. `residuals` are the bytes of residuals on a device."""
+    """Yields optimizer settings that save memory. `residuals` is the size in bytes of a device's residuals."""
     config, state = spec.config, abstract_state(spec)
-    optimizer = bytes_per_device([leaf for leaf in jax.tree.leaves(state["optimizer"]) if leaf.ndim])
+    optimizer_bytes = bytes_per_device([leaf for leaf in jax.tree.leaves(state["optimizer"]) if leaf.ndim])
     if not config.optimizer.offload:
-        # The update brings all optimizer state back to the device, when the residuals are already freed.
-        yield MemorySuggestion("optimizer.offload=true", min(optimizer, residuals))
+        # The update brings all optimizer state back to the device, but the residuals have been freed by then.
+        yield MemorySuggestion("optimizer.offload=true", min(optimizer_bytes, residuals))
         if config.optimizer.state_dtype == "float32":
-            yield MemorySuggestion("optimizer.state_dtype=bfloat16", optimizer // 2)
+            yield MemorySuggestion("optimizer.state_dtype=bfloat16", optimizer_bytes // 2)
 
 
 def _suggest_zero_stage(spec: StepSpec) -> Iterator[MemorySuggestion]:
-    """Yields lower-memory ZeRO stages. Gathered weights are whole for a step with ZeRO 1 and 2, and their gradients as
-    well with ZeRO 1."""
+    """Yields ZeRO stages that need less memory. With ZeRO 1 and 2, gathered weights stay whole during a step. With ZeRO
+    1, so do their gradients."""
     if spec.zero == 3:
         return
-    stored = whole = 0
+    stored_elements = whole_elements = 0
     for _, leaf, names in parameters_of(spec):
-        if (gathered := spec.placement.gathered_axes(names)) is not None:
-            piece = elements_per_device(leaf)
-            stored += piece
-            whole += piece * math.prod(spec.placement.sizes[axis] for axis in gathered[1])
-    weights = whole * spec.dtype.itemsize
-    gradients = 4 * (whole - stored) if spec.zero == 1 else 0
-    yield MemorySuggestion("mesh.zero=3", weights + gradients)
+        gathered = spec.placement.gathered_axes(names)
+        if gathered is not None:
+            piece_elements = elements_per_device(leaf)
+            stored_elements += piece_elements
+            whole_elements += piece_elements * math.prod(spec.placement.sizes[axis] for axis in gathered[1])
+    weight_bytes = whole_elements * spec.dtype.itemsize
+    gradient_bytes = 4 * (whole_elements - stored_elements) if spec.zero == 1 else 0
+    yield MemorySuggestion("mesh.zero=3", weight_bytes + gradient_bytes)
     if spec.zero == 1:
-        yield MemorySuggestion("mesh.zero=2", gradients)
+        yield MemorySuggestion("mesh.zero=2", gradient_bytes)
 
 
 def _train_state_bytes(spec: StepSpec) -> int:
-    """Returns the bytes of parameters, their gradients, and the optimizer state if it is on the device."""
+    """Returns the size in bytes of a device's parameters, their gradients, and the optimizer state unless it is
+    offloaded."""
     state = abstract_state(spec)
-    optimizer = 0 if spec.config.optimizer.offload else bytes_per_device(state["optimizer"])
-    return bytes_per_device(state["params"]) + float32_bytes(state["params"]) + optimizer
+    optimizer_bytes = 0 if spec.config.optimizer.offload else bytes_per_device(state["optimizer"])
+    return bytes_per_device(state["params"]) + float32_bytes(state["params"]) + optimizer_bytes
 
 
 def _candidate_changes(spec: StepSpec) -> Iterator[tuple[str, dict[str, Any], Callable[[StepSpec], int]]]:
-    """Yields (setting, changes of the config, the measure of memory that they reduce)."""
+    """Yields candidates as (setting, changes to the config, the measure of memory that the changes reduce)."""
     config, offloaded, rows = spec.config, spec.config.train.remat_offload, spec.microbatch_rows
     if config.train.remat != "full":
         yield "train.remat=full", {"train.remat": "full"}, residual_bytes
@@ -116,4 +119,4 @@ def _candidate_changes(spec: StepSpec) -> Iterator[tuple[str, dict[str, Any], Ca
     sizes, replicas, gathering = spec.placement.sizes, REPLICA_AXES[0], GATHERING_AXES[0]
     if sizes[replicas] % 2 == 0 and spec.zero == 3:
         changes = {f"mesh.{replicas}": sizes[replicas] // 2, f"mesh.{gathering}": sizes[gathering] * 2}
-        yield " ".join(f"{key}={size}" for key, size in changes.items()), changes, _train_state_bytes
+        yield " ".join(f"{key}={axis_size}" for key, axis_size in changes.items()), changes, _train_state_bytes

@@ -1,11 +1,12 @@
-"""Pipeline schedules: tables of which stage computes what and when. Plain Python; `engine.py` executes the table.
+"""Pipeline schedules: tables of what each stage computes in each tick. They are plain Python, and `engine.py` executes
+the table.
 
-The model's layers are cut into `stages · chunks` pieces; piece k is chunk k // stages of stage k % stages. A tick is
-one iteration of the engine: a stage runs at most one forward and then at most one backward, and sends its results to
-its neighbours, which receive them in the next tick. Ticks have no fixed length: a stage skips a phase in which it is
-idle. With p stages, m microbatches and v chunks, all schedules below are idle for (p - 1) / (m · v) of the work
-(interleaved: if p divides m; else the last group of microbatches leaves gaps). They differ in how many microbatches'
-activations a stage stores:
+The model's layers are cut into `stages · chunks` pieces, and piece k is chunk k // stages of stage k % stages. A tick
+is one iteration of the engine. In a tick a stage runs at most one forward and then at most one backward, and sends its
+results to its neighbours, which receive them in the next tick. Ticks have no fixed length, because a stage skips a
+phase in which it is idle. With p stages, m microbatches and v chunks, all schedules below are idle for (p - 1) / (m ·
+v) of the work. For interleaved this requires that m is a multiple of p; otherwise the last group of microbatches leaves
+gaps. The schedules differ in the number of microbatches whose activations a stage stores:
 
 gpipe        all forwards, then all backwards (Huang et al. 2018, arXiv:1811.06965): m
 1f1b         each backward as early as possible (Narayanan et al. 2019, arXiv:1806.03377): 2 (p - stage) - 1
@@ -53,34 +54,34 @@ class PipelineSchedule:
         return len(self.forward)
 
     def in_flight(self, stage: int) -> int:
-        """Returns the most chunk inputs that a stage stores at a time."""
-        stored, most = 0, 0
+        """Returns the maximum number of chunk inputs that a stage stores at a time."""
+        stored_inputs, max_stored_inputs = 0, 0
         for forward, backward in zip(self.forward, self.backward, strict=True):
-            stored += forward[stage] is not None
-            most = max(most, stored)
-            stored -= backward[stage] is not None
-        return most
+            stored_inputs += forward[stage] is not None
+            max_stored_inputs = max(max_stored_inputs, stored_inputs)
+            stored_inputs -= backward[stage] is not None
+        return max_stored_inputs
 
-    def slots(self) -> tuple[list[list[int]], list[list[int]], int]:
-        """Assigns slots in which each stage stores residuals from each forward to its backward. Returns the slot of
-        each forward and of each backward, [tick][stage] (0 where there is none), and the number of slots."""
-        count = max(self.in_flight(stage) for stage in range(self.stages))
-        writes = [[0] * self.stages for _ in range(self.ticks)]
-        reads = [[0] * self.stages for _ in range(self.ticks)]
+    def assign_slots(self) -> tuple[list[list[int]], list[list[int]], int]:
+        """Assigns slots in which each stage stores residuals from each forward to its backward. Returns the slots that
+        forwards write and those that backwards read, [tick][stage] with 0 for idle phases, and the number of slots."""
+        slot_count = max(self.in_flight(stage) for stage in range(self.stages))
+        write_slots = [[0] * self.stages for _ in range(self.ticks)]
+        read_slots = [[0] * self.stages for _ in range(self.ticks)]
         for stage in range(self.stages):
-            free, slot_of_work = list(range(count)), {}
+            free_slots, slot_of_work = list(range(slot_count)), {}
             for tick in range(self.ticks):
                 if (work := self.forward[tick][stage]) is not None:
-                    writes[tick][stage] = slot_of_work[work] = free.pop(0)
+                    write_slots[tick][stage] = slot_of_work[work] = free_slots.pop(0)
                 if (work := self.backward[tick][stage]) is not None:
-                    reads[tick][stage] = slot_of_work.pop(work)
-                    free.append(reads[tick][stage])
-        return writes, reads, count
+                    read_slots[tick][stage] = slot_of_work.pop(work)
+                    free_slots.append(read_slots[tick][stage])
+        return write_slots, read_slots, slot_count
 
     def idle_share(self) -> float:
-        """Returns a stage's idle time as a share of its work, if a backward takes twice as long as a forward and
-        neighbours wait for each other in both exchanges of a tick."""
-        # The time at which each stage is done with what it has executed so far.
+        """Returns a stage's idle time as a share of its work time. This assumes that a backward takes twice as long as
+        a forward and that neighbours wait for each other in both exchanges of a tick."""
+        # The time at which each stage finishes what it has executed so far.
         clocks = [0.0] * self.stages
         for forward, backward in zip(self.forward, self.backward, strict=True):
             for phase, cost in ((forward, 1), (backward, 2)):
@@ -88,12 +89,12 @@ class PipelineSchedule:
                     clock + (cost / self.chunks if work else 0) for clock, work in zip(clocks, phase, strict=True)
                 ]
                 clocks = self._wait_for_neighbours(clocks)
-        work = self.microbatches * 3
-        return (max(clocks) - work) / work
+        work_time = self.microbatches * 3
+        return (max(clocks) - work_time) / work_time
 
     def _wait_for_neighbours(self, clocks: list[float]) -> list[float]:
-        """Returns the times at which each stage has exchanged with its neighbours, which form a ring if there are
-        several chunks."""
+        """Returns the time at which each stage finishes the exchange with its neighbours. If there are several chunks,
+        the stages form a ring."""
         if self.chunks > 1:
             neighbours = [{(s - 1) % self.stages, s, (s + 1) % self.stages} for s in range(self.stages)]
         else:
@@ -107,8 +108,8 @@ class PipelineSchedule:
         all_work = {(mb, piece) for mb in range(self.microbatches) for piece in range(pieces)}
         assert set(forward_ticks) == all_work, "every microbatch goes forward through every piece"
         for (microbatch, piece), tick in forward_ticks.items():
-            follows = piece == 0 or forward_ticks[microbatch, piece - 1] == tick - 1
-            assert follows, "a forward comes one tick after that of the previous piece"
+            is_next_tick = piece == 0 or forward_ticks[microbatch, piece - 1] == tick - 1
+            assert is_next_tick, "a forward comes one tick after that of the previous piece"
         if not self.backward:
             return
         backward_ticks = _ticks_of_work(self.backward)
@@ -116,19 +117,20 @@ class PipelineSchedule:
         for (microbatch, piece), tick in backward_ticks.items():
             assert forward_ticks[microbatch, piece] <= tick, "no backward comes before its forward"
             if piece + 1 < pieces:
-                follows = backward_ticks[microbatch, piece + 1] == tick - 1
-                assert follows, "a backward comes one tick after that of the next piece"
+                is_next_tick = backward_ticks[microbatch, piece + 1] == tick - 1
+                assert is_next_tick, "a backward comes one tick after that of the next piece"
 
     def draw(self) -> str:
-        """Draws the table as text: one line per stage and one column per tick, forwards over backwards; letters are
-        chunks."""
+        """Draws the table as text, with one column for each tick. Each stage has a line of forwards above a line of
+        backwards. Numbers stand for microbatches, and letters for chunks."""
 
         def cell(work: Work | None) -> str:
             if work is None:
                 return "·"
             return f"{work.microbatch}{chr(ord('a') + work.chunk) if self.chunks > 1 else ''}"
 
-        width = max((len(cell(w)) for phase in (self.forward, self.backward) for row in phase for w in row), default=1)
+        cells = [cell(work) for phase in (self.forward, self.backward) for row in phase for work in row]
+        width = max(map(len, cells), default=1)
         lines = []
         for stage in range(self.stages):
             for label, phase in (("F", self.forward), ("B", self.backward)):
@@ -139,7 +141,7 @@ class PipelineSchedule:
 
 
 def _ticks_of_work(phase: PhaseTable) -> dict[tuple[int, int], int]:
-    """Maps (microbatch, piece) to its tick. Asserts that each occurs once."""
+    """Maps each (microbatch, piece) to the tick in which the phase does this work. Asserts that none is done twice."""
     ticks: dict[tuple[int, int], int] = {}
     for tick, row in enumerate(phase):
         for stage, work in enumerate(row):
@@ -153,33 +155,33 @@ def _ticks_of_work(phase: PhaseTable) -> dict[tuple[int, int], int]:
 def build_schedule(name: str, stages: int, microbatches: int, chunks: int = 1) -> PipelineSchedule:
     """Returns the schedule with this name: gpipe, 1f1b, interleaved, or forward (no backward, for evaluation)."""
     assert stages >= 1 and microbatches >= 1 and chunks >= 1
-    entries = list(_entries(stages, microbatches, chunks))
+    entries = list(_first_stage_entries(stages, microbatches, chunks))
     # Backward begins after all forwards, or in the tick in which the first loss is computed.
-    first_back = entries[-1][0] + stages if name == "gpipe" else stages * chunks - 1
-    # Work moves one stage per tick: forwards from stage 0 up, backwards from the last stage down.
+    first_backward_tick = entries[-1][0] + stages if name == "gpipe" else stages * chunks - 1
+    # Work moves one stage per tick, from the first stage to the last in forward and the other way in backward.
     forward = [(tick + stage, stage, work) for tick, work in entries for stage in range(stages)]
     backward = []
     if name != "forward":
         backward = [
-            (first_back + tick + stages - 1 - stage, stage, Work(work.microbatch, chunks - 1 - work.chunk))
+            (first_backward_tick + tick + stages - 1 - stage, stage, Work(work.microbatch, chunks - 1 - work.chunk))
             for tick, work in entries
             for stage in range(stages)
         ]
     ticks = 1 + max(tick for tick, _, _ in forward + backward)
     schedule = PipelineSchedule(
         name, stages, chunks, microbatches,
-        _table(forward, ticks, stages), _table(backward, ticks, stages) if backward else (),
+        _phase_table(forward, ticks, stages), _phase_table(backward, ticks, stages) if backward else (),
     )  # fmt: skip
     schedule.check()
     return schedule
 
 
-def _entries(stages: int, microbatches: int, chunks: int) -> Iterator[tuple[int, Work]]:
-    """Yields (tick, work) of stage 0: microbatches in groups of `stages`, each group through all chunks before the next
-    group.
+def _first_stage_entries(stages: int, microbatches: int, chunks: int) -> Iterator[tuple[int, Work]]:
+    """Yields (tick, work) for stage 0. Microbatches run in groups of `stages`, and each group goes through all chunks
+    before the next group starts.
 
-    So the last stage finishes a chunk one tick before the first stage begins the next chunk. A last group that is not
-    full leaves gaps.
+    So the last stage finishes a chunk one tick before the first stage begins the next chunk. If the last group is not
+    full, it leaves gaps.
     """
     for group in range(0, microbatches, stages):
         for chunk in range(chunks):
@@ -187,8 +189,8 @@ def _entries(stages: int, microbatches: int, chunks: int) -> Iterator[tuple[int,
                 yield group * chunks + chunk * stages + offset, Work(group + offset, chunk)
 
 
-def _table(entries: list[tuple[int, int, Work]], ticks: int, stages: int) -> PhaseTable:
-    """Returns the table with these entries (tick, stage, work)."""
+def _phase_table(entries: list[tuple[int, int, Work]], ticks: int, stages: int) -> PhaseTable:
+    """Returns the table of a phase from entries (tick, stage, work)."""
     rows: list[list[Work | None]] = [[None] * stages for _ in range(ticks)]
     for tick, stage, work in entries:
         assert rows[tick][stage] is None, "a stage does one thing at a time"
@@ -197,9 +199,9 @@ def _table(entries: list[tuple[int, int, Work]], ticks: int, stages: int) -> Pha
 
 
 class Table(NamedTuple):
-    """A schedule as arrays that the loop over its ticks reads. -1 means none."""
+    """A schedule as arrays, which the loop over its ticks reads. -1 stands for no microbatch."""
 
-    rows: dict[str, np.ndarray]
+    arrays: dict[str, np.ndarray]
     """forward, backward: [tick, stage, (microbatch, chunk, slot)].
     enter: [tick], the microbatch whose embedding is the first stage's input.
     loss: [tick], the microbatch whose output the last stage computes.
@@ -210,31 +212,31 @@ class Table(NamedTuple):
 
 
 def schedule_table(schedule: PipelineSchedule) -> Table:
-    """Returns the table of a schedule; without backward it has only the rows forward, enter and loss."""
-    last = schedule.chunks - 1
+    """Returns the table of a schedule. Without backward it has only the arrays forward, enter and loss."""
+    last_chunk = schedule.chunks - 1
     if not schedule.backward:
         forward = _phase_array(schedule.forward, [[0] * schedule.stages] * schedule.ticks)
-        return Table(
-            {"forward": forward, "enter": _microbatches_at(forward, 0, 0), "loss": _microbatches_at(forward, -1, last)}
-        )
-    writes, reads, slots = schedule.slots()
-    forward, backward = _phase_array(schedule.forward, writes), _phase_array(schedule.backward, reads)
-    loss = _microbatches_at(forward, -1, last)
-    loss_used = _microbatches_at(backward, -1, last)
-    rows = {
+        enter, loss = _microbatches_at(forward, 0, 0), _microbatches_at(forward, -1, last_chunk)
+        return Table({"forward": forward, "enter": enter, "loss": loss})
+    write_slots, read_slots, slot_count = schedule.assign_slots()
+    forward = _phase_array(schedule.forward, write_slots)
+    backward = _phase_array(schedule.backward, read_slots)
+    loss = _microbatches_at(forward, -1, last_chunk)
+    loss_use = _microbatches_at(backward, -1, last_chunk)
+    arrays = {
         "forward": forward,
         "backward": backward,
         "enter": _microbatches_at(forward, 0, 0),
         "loss": loss,
         "leave": _microbatches_at(backward, 0, 0),
-        # The slot is the microbatch's index: a schedule that delays any loss gradient delays all of them.
-        "pending": np.maximum(np.stack([loss, loss_used], axis=1), 0),
+        # The slot is the microbatch's index, because a schedule that delays any loss gradient delays all of them.
+        "pending": np.maximum(np.stack([loss, loss_use], axis=1), 0),
     }
-    return Table(rows, slots, 0 if (loss == loss_used).all() else schedule.microbatches)
+    return Table(arrays, slot_count, 0 if (loss == loss_use).all() else schedule.microbatches)
 
 
 def _phase_array(phase: PhaseTable, slots: list[list[int]]) -> np.ndarray:
-    """Returns a phase as an array, [tick, stage, (microbatch, chunk, slot)]."""
+    """Returns a phase with its slots as an array, [tick, stage, (microbatch, chunk, slot)]."""
     return np.array(
         [
             [(-1, 0, 0) if work is None else (*work, slot) for work, slot in zip(row, slot_row, strict=True)]
@@ -245,12 +247,12 @@ def _phase_array(phase: PhaseTable, slots: list[list[int]]) -> np.ndarray:
 
 
 def _microbatches_at(phase: np.ndarray, stage: int, chunk: int) -> np.ndarray:
-    """Returns the microbatch that a stage works on in this chunk, [tick]."""
+    """Returns an array [tick] with the microbatch that this stage passes through this chunk, or -1."""
     return np.where(phase[:, stage, 1] == chunk, phase[:, stage, 0], -1)
 
 
 def even_sizes(layers: int, pieces: int) -> list[int]:
-    """Returns the number of layers in each piece, as even as possible."""
+    """Returns the number of layers in each piece if the pieces are as even as possible."""
     return [layers // pieces + (piece < layers % pieces) for piece in range(pieces)]
 
 
@@ -263,9 +265,8 @@ def unit_slots(
 ) -> dict[str, Slots]:
     """Returns the unit of each group of layers in each slot of each stage. Every unit is placed exactly once.
 
-    `sizes` are the layers of each piece in the order of the model; by default as even as whole units allow. Raises
-    `ValueError` for sizes that cut a unit, and if there are fewer units than pieces.
-    """
+    `sizes` has the number of layers in each piece, in the order of the model. By default the pieces are as even as
+    whole units allow. Raises `ValueError` for sizes that cut a unit, or if there are fewer units than pieces."""
     units = [(group.name, index, len(group.pattern)) for group in groups for index in range(group.units)]
     ends = list(itertools.accumulate(width for *_, width in units))
     pieces = stages * chunks
@@ -275,42 +276,47 @@ def unit_slots(
             f"{len(units)} units (repetitions of the pattern); lower mesh.pipeline or pipeline.chunks"
         )
     cuts = _units_before_cuts(ends, sizes) if sizes is not None else _even_units_before_cuts(ends, pieces)
-    parts = [units[start:end] for start, end in itertools.pairwise([0, *cuts])]
-    return {group.name: _slots_of(group.name, parts, stages, chunks) for group in groups}
+    units_of_pieces = [units[start:end] for start, end in itertools.pairwise([0, *cuts])]
+    return {group.name: _group_slots(group.name, units_of_pieces, stages, chunks) for group in groups}
 
 
 def _units_before_cuts(ends: list[int], sizes: Sequence[int]) -> list[int]:
     """Returns the number of units before the end of each piece, from the number of layers in each piece."""
     piece_ends = list(itertools.accumulate(sizes))
-    inside = next((layer for layer in piece_ends if layer not in ends), None)
-    if inside is not None:
+    cut_layer = next((layer for layer in piece_ends if layer not in ends), None)
+    if cut_layer is not None:
         raise ValueError(
-            f"pipeline.layers: {list(sizes)} cuts the pattern of layers after layer {inside}; each piece must end with "
-            f"a whole repetition of the pattern, after layer {', '.join(map(str, ends))}"
+            f"pipeline.layers: {list(sizes)} cuts the pattern of layers after layer {cut_layer}; each piece must end "
+            f"with a complete repetition of the pattern, after one of the layers {', '.join(map(str, ends))}"
         )
     return [ends.index(layer) + 1 for layer in piece_ends]
 
 
 def _even_units_before_cuts(ends: list[int], pieces: int) -> list[int]:
-    """Returns the number of units before the end of each piece, as even as possible: exactly even if all units have the
-    same size, else each piece ends with the unit nearest to an even cut."""
-    if len({b - a for a, b in itertools.pairwise([0, *ends])}) == 1:
+    """Returns the number of units before the end of each piece, with pieces as even as possible. If all units have the
+    same size, the numbers of units are as even as possible. Otherwise each piece ends with the unit whose end is
+    nearest to an even cut."""
+    unit_sizes = {end - start for start, end in itertools.pairwise([0, *ends])}
+    if len(unit_sizes) == 1:
         return list(itertools.accumulate(even_sizes(len(ends), pieces)))
     cuts: list[int] = []
     for piece in range(1, pieces + 1):
-        # Every piece has a unit: leave one for each piece that follows.
-        low, high = (cuts[-1] if cuts else 0) + 1, len(ends) - (pieces - piece)
+        # Every piece needs a unit, so leave at least one for each piece that follows.
+        min_cut = (cuts[-1] if cuts else 0) + 1
+        max_cut = len(ends) - (pieces - piece)
         even_end = ends[-1] * piece / pieces
-        cuts.append(min(range(low, high + 1), key=lambda count: abs(ends[count - 1] - even_end)))
+        cuts.append(min(range(min_cut, max_cut + 1), key=lambda cut: abs(ends[cut - 1] - even_end)))
     return cuts
 
 
-def _slots_of(name: str, parts: list[list[tuple[str, int, int]]], stages: int, chunks: int) -> Slots:
+def _group_slots(name: str, units_of_pieces: list[list[tuple[str, int, int]]], stages: int, chunks: int) -> Slots:
     """Returns the slots of one group of layers."""
-    units = [[index for group, index, _ in part if group == name] for part in parts]
-    depth = max(map(len, units))
-    padded = lambda piece: [*units[piece], *[None] * (depth - len(units[piece]))]
-    slots = [[unit for chunk in range(chunks) for unit in padded(chunk * stages + stage)] for stage in range(stages)]
-    placed = sorted(unit for row in slots for unit in row if unit is not None)
-    assert placed == list(range(sum(map(len, units)))), "every unit is placed exactly once"
+    pieces = [[index for group, index, _ in units if group == name] for units in units_of_pieces]
+    depth = max(map(len, pieces))
+    padded_pieces = [[*units, *[None] * (depth - len(units))] for units in pieces]
+    slots = [
+        [unit for chunk in range(chunks) for unit in padded_pieces[chunk * stages + stage]] for stage in range(stages)
+    ]
+    placed_units = sorted(unit for stage_slots in slots for unit in stage_slots if unit is not None)
+    assert placed_units == list(range(sum(map(len, pieces)))), "every unit is placed exactly once"
     return slots

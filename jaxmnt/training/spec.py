@@ -1,4 +1,4 @@
-"""The static facts that the training and evaluation steps are built from."""
+"""The static facts from which the training and evaluation steps are built."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -30,11 +30,12 @@ Slots = dict[str, list[list[int | None]]]
 Batch = dict[str, Array]
 
 CONTROL_AXES = ("devices", None)
+"""The logical axes of a batch's control flags."""
 
 
 @dataclass(frozen=True)
 class StepSpec:
-    """The config, resolved for a mesh."""
+    """The static facts of a step: the config, resolved for a mesh."""
 
     config: Config
     definition: Definition
@@ -42,15 +43,15 @@ class StepSpec:
     layout: Layout
     schedule: PipelineSchedule
     slots: Slots
-    """For each group of layers: the unit in each slot of each stage."""
+    """The unit in each slot of each stage, by group of layers."""
     trained_axes: Any
-    """The tree of logical axes without the parameters that do not train."""
+    """The tree of logical axes, with None for parameters that do not train."""
     optimizer: optax.GradientTransformation
     learning_rate: optax.Schedule
     dtype: jnp.dtype
     """The compute dtype."""
     float8: Float8 | None
-    """The float8 scheme of projections; None if they multiply in `dtype`."""
+    """The float8 scheme of projections, or None if they multiply in `dtype`."""
     kernel: Kernel
     loss: Loss
     data_vocab_size: int
@@ -69,35 +70,37 @@ class StepSpec:
 
     @property
     def matmul_precision(self) -> str:
-        """JAX's matmul precision: `highest` for float32, which GPUs would otherwise multiply in TF32."""
+        """JAX's matmul precision. It is `highest` for float32, which GPUs would otherwise multiply in TF32."""
         return "highest" if self.dtype == jnp.float32 else "default"
 
     @property
     def zero(self) -> int:
-        """The ZeRO stage: 3 if `mesh.zero` is still `auto`, which `plan/zero.py` resolves."""
+        """The ZeRO stage. It is 3 as long as `mesh.zero` is `auto`, which `plan/zero.py` resolves."""
         return 3 if self.config.mesh.zero == "auto" else self.config.mesh.zero
 
     @property
     def prefetch(self) -> bool:
         """True if a layer's weights are gathered while the previous layer computes, and its gradients are reduced while
-        the next one in backward computes. On CPUs only if requested, because communication blocks the device anyway."""
+        the layer that follows it in backward computes. On CPUs it is True only if the config requests it, because
+        communication blocks the device anyway."""
         mesh, placement = self.config.mesh, self.placement
         if mesh.prefetch is False or self.zero < 3 or placement.stages > 1:
             return False
         enabled = mesh.prefetch or not placement.on_cpu
         stacks = {name: self.definition.axes[name] for name in self.slots}
-        axes_of_layers = jax.tree.leaves(stacks, is_leaf=is_axes)
+        layer_axes = jax.tree.leaves(stacks, is_leaf=is_axes)
         communicates = lambda names: placement.gathered_axes(names) or self._is_summed_over_replicas(names)
-        return enabled and any(communicates(names) for names in axes_of_layers)
+        return enabled and any(communicates(names) for names in layer_axes)
 
     def is_reduced_early(self, names: Axes) -> bool:
-        """Returns True if the gradient of a parameter with these axes is summed over replicas layer by layer in the
-        backward pass of the last microbatch, instead of after it: with `prefetch`, those of layers."""
+        """Returns True if the gradient of a parameter with these axes is summed over replicas layer by layer during the
+        backward pass of the last microbatch, instead of after it. This applies to the layers' parameters if `prefetch`
+        is True."""
         return self.prefetch and bool(names) and names[0] in self.slots and self._is_summed_over_replicas(names)
 
     def _is_summed_over_replicas(self, names: Axes) -> bool:
-        """Returns True if the parameter is replicated over the replica axes alone. Norm scales are small and replicated
-        over more axes."""
+        """Returns True if a parameter with these axes is replicated over the replica axes alone. Norm scales, which are
+        small, are replicated over more axes."""
         return self.placement.replicated_axes(names) == REPLICA_AXES
 
     @property
@@ -106,7 +109,7 @@ class StepSpec:
         return {field.name: field.axes for field in self.fields}
 
     def abstract_rows(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Returns shapes, dtypes and shardings of the fields of a global batch."""
+        """Returns the shapes, dtypes and shardings of a global batch's fields."""
         shape = (self.config.data.global_batch_size, self.config.data.sequence_length)
         sharding_of = lambda field: self.placement.sharding(field.axes)
         return {
@@ -114,28 +117,29 @@ class StepSpec:
             for field in self.fields
         }
 
-    def on_mesh(self, function: Callable[..., Any], arrays: Sequence[Any], out: Any) -> Callable[..., Any]:
-        """Returns `function(params, buffers, *arrays)` as a function of global arrays that runs on each device's
-        pieces: parameters and buffers as they are placed, and arrays with the logical axes `arrays`. `out` has the
-        logical axes of the function's outputs."""
+    def on_mesh(self, function: Callable[..., Any], array_axes: Sequence[Any], out_axes: Any) -> Callable[..., Any]:
+        """Returns a function of global arrays that runs `function(params, buffers, *arrays)` on each device's pieces.
+        Parameters and buffers are in the device layout. `array_axes` and `out_axes` are the logical axes of the other
+        arguments and of the outputs."""
         partition = lambda axes: jax.tree.map(self.placement.spec, axes, is_leaf=is_axes)
         return jax.shard_map(
             function,
             mesh=self.placement.mesh,
-            in_specs=partition((self.definition.axes, self.definition.buffer_axes, *arrays)),
-            out_specs=partition(out),
+            in_specs=partition((self.definition.axes, self.definition.buffer_axes, *array_axes)),
+            out_specs=partition(out_axes),
             # JAX does not check replication, because each collective defines its own transpose.
             check_vma=False,
         )
 
     @property
     def num_microbatches(self) -> int:
-        """The number of microbatches of a step. Without a pipeline they are accumulated one after another."""
+        """The number of microbatches in a step. Without a pipeline, their gradients are accumulated one after
+        another."""
         return num_microbatches(self.config, self.placement.sizes)
 
     @property
     def microbatch_rows(self) -> int:
-        """The number of rows of one microbatch on one batch shard."""
+        """The number of rows in one microbatch on one batch shard."""
         return self.config.data.global_batch_size // self.placement.batch_shards // self.num_microbatches
 
 
@@ -152,8 +156,8 @@ def resolve_precision(config: Config, device: jax.Device) -> tuple[jnp.dtype, Fl
         on_gpu = device.platform != "cpu"
         if on_gpu and device_capability(device) < MIN_FLOAT8_CAPABILITY:
             raise ConfigError(
-                f"train.precision: {device.device_kind} has no float8 matrix products, which need Ada, Hopper or "
-                "newer; set train.precision=bfloat16"
+                f"train.precision: {device.device_kind} does not support float8 matrix products, which need an "
+                "Ada, Hopper or newer GPU; set train.precision=bfloat16"
             )
         float8 = Float8(config.train.float8_least, native=on_gpu)
     dtype = jnp.dtype(precision)
@@ -167,12 +171,12 @@ def resolve_precision(config: Config, device: jax.Device) -> tuple[jnp.dtype, Fl
 
 
 MIN_FLOAT8_CAPABILITY = 8.9
-"""The lowest CUDA capability with float8 matrix products."""
+"""The lowest CUDA compute capability that has float8 matrix products."""
 
 
 class ControlFlags:
-    """This process's requests to stop, to save and to profile, as an array that travels with a batch: the step adds up
-    all flags.
+    """This process's requests to stop, to save and to profile, as an array that travels with a batch. The step adds up
+    the flags of all devices.
 
     All processes see the sums in the metrics of the same step, so they act after the same step. Each device has its own
     flags, because two processes may share a batch shard.
@@ -184,12 +188,12 @@ class ControlFlags:
         devices = sharding.mesh.size
 
         def flags(*requested: bool) -> Array:
-            whole = np.tile(np.array(requested, np.int32), (devices, 1))
-            return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
+            device_flags = np.tile(np.array(requested, np.int32), (devices, 1))
+            return jax.make_array_from_callback(device_flags.shape, sharding, lambda index: device_flags[index])
 
         combinations = itertools.product((False, True), repeat=self.COUNT)
         self._arrays = {requested: flags(*requested) for requested in combinations}
 
     def array(self, *, stop: bool = False, save: bool = False, profile: bool = False) -> Array:
-        """Returns the flags as int32 [devices, 3], a cached array."""
+        """Returns the flags as a cached array, int32 [devices, 3]."""
         return self._arrays[stop, save, profile]

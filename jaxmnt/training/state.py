@@ -1,7 +1,7 @@
 """The train state: its parts, and their shapes, dtypes and shardings in the device layout and the checkpoint layout.
 
-Its parts have names (params, optimizer, counters, bad_steps, and buffers if the model has some). A new part is a new
-name: checkpoints without it can still be read, and the part then starts as in a new run.
+Each part has a name: params, optimizer, counters, bad_steps, and buffers if the model has some. A part that is added
+later gets a new name. Checkpoints without that part can still be read, and it then starts as in a new run.
 """
 
 import math
@@ -17,9 +17,10 @@ from jax.sharding import NamedSharding
 from jaxmnt.parallel.layout import map_with_axes
 from jaxmnt.parallel.sharding import Axes, is_axes
 from jaxmnt.training.spec import State, StepSpec
-from jaxmnt.training.trained import select
+from jaxmnt.training.trained import select_trained
 
 HOST_MEMORY = "pinned_host"
+"""JAX's name for the memory of a device's host."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ def initial_state(spec: StepSpec) -> State:
     params = map_with_axes(to_device_layout, params, definition.axes)
     state = {
         "params": params,
-        "optimizer": spec.optimizer.init(select(params, spec.trained_axes)),
+        "optimizer": spec.optimizer.init(select_trained(params, spec.trained_axes)),
         "counters": {"step": jnp.int32(0)},
         "bad_steps": {"total": jnp.int32(0), "in_a_row": jnp.int32(0)},
     }
@@ -47,8 +48,8 @@ def initial_state(spec: StepSpec) -> State:
 
 
 def abstract_state(spec: StepSpec) -> State:
-    """Returns shapes, dtypes and shardings of the state in the device layout; optimizer state is sharded like its
-    parameter."""
+    """Returns the shapes, dtypes and shardings of the state in the device layout. The optimizer state of a parameter is
+    sharded like the parameter."""
     abstract = jax.eval_shape(lambda: initial_state(spec))
     state = map_state_with_axes(spec, abstract, lambda leaf, axes: shape_struct(leaf, spec.placement.sharding(axes)))
     if spec.config.optimizer.offload:
@@ -64,8 +65,8 @@ def canonical_abstract(spec: StepSpec, state: State) -> State:
     def canonical_leaf(leaf: Any, axes: Axes) -> Any:
         if not layout.changes(axes):
             return leaf
-        plain = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-        canonical = jax.eval_shape(lambda array: layout.to_checkpoint_layout(array, axes), plain)
+        without_sharding = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+        canonical = jax.eval_shape(lambda array: layout.to_checkpoint_layout(array, axes), without_sharding)
         sharding = layout.canonical_sharding(canonical.shape, axes)
         return shape_struct(canonical, sharding.with_memory_kind(leaf.sharding.memory_kind))
 
@@ -78,52 +79,54 @@ def model_state(state: State) -> State:
 
 
 def relayout_bytes(spec: StepSpec, state: State) -> int:
-    """Returns the extra bytes on a device during a save: copies of arrays whose checkpoint layout differs."""
-    stored = canonical_abstract(spec, state)
-    pairs = zip(jax.tree.leaves(stored), jax.tree.leaves(state), strict=True)
-    return sum(bytes_per_device(new) for new, placed in pairs if new is not placed)
+    """Returns the number of extra bytes that a save needs on a device for copies of the arrays whose checkpoint layout
+    differs from the device layout."""
+    canonical_state = canonical_abstract(spec, state)
+    pairs = zip(jax.tree.leaves(canonical_state), jax.tree.leaves(state), strict=True)
+    return sum(bytes_per_device(canonical) for canonical, placed in pairs if canonical is not placed)
 
 
 def map_state_with_axes(spec: StepSpec, state: State, function: Callable[[Any, Axes], Any]) -> State:
-    """Returns `function(leaf, axes)` for each leaf of the state; optimizer state has the axes of its parameter."""
+    """Returns the tree of `function(leaf, leaf_axes)` for the leaves of the state. The optimizer state of a parameter
+    has the parameter's axes."""
     is_masked = lambda node: isinstance(node, optax.MaskedNode)  # a parameter that another optimizer updates
-    axes = jax.tree.map(AxesLeaf, spec.trained_axes, is_leaf=is_axes)
+    trained_axes = jax.tree.map(AxesLeaf, spec.trained_axes, is_leaf=is_axes)
     optimizer = optax.tree_map_params(
         spec.optimizer,
-        lambda leaf, named: leaf if is_masked(leaf) else function(leaf, named.axes),
+        lambda leaf, axes_leaf: leaf if is_masked(leaf) else function(leaf, axes_leaf.axes),
         state["optimizer"],
-        axes,
+        trained_axes,
         transform_non_params=lambda leaf: function(leaf, ()),
         is_leaf=is_masked,
     )
-    arrays = {"params": spec.definition.axes, "buffers": spec.definition.buffer_axes}
+    axes_of_parts = {"params": spec.definition.axes, "buffers": spec.definition.buffer_axes}
     return {
-        **{part: map_with_axes(function, state[part], axes) for part, axes in arrays.items() if part in state},
+        **{part: map_with_axes(function, state[part], axes) for part, axes in axes_of_parts.items() if part in state},
         "optimizer": optimizer,
         **{part: jax.tree.map(lambda leaf: function(leaf, ()), state[part]) for part in ("counters", "bad_steps")},
     }
 
 
 def elements_per_device(leaf: Any) -> int:
-    """Returns the number of an array's elements on one device."""
+    """Returns the number of elements of an array that are on one device."""
     return math.prod(leaf.sharding.shard_shape(leaf.shape))
 
 
 def bytes_per_device(tree: Any) -> int:
-    """Returns the bytes of a tree of arrays on one device."""
+    """Returns the size in bytes of one device's part of a tree of arrays."""
     return sum(leaf.dtype.itemsize * elements_per_device(leaf) for leaf in jax.tree.leaves(tree))
 
 
 def float32_bytes(tree: Any) -> int:
-    """Returns the bytes on one device of a tree of float32 arrays with these shapes, such as gradients."""
+    """Returns the size in bytes of one device's part of a tree of arrays, such as gradients, if they are float32."""
     return 4 * sum(map(elements_per_device, jax.tree.leaves(tree)))
 
 
 def stored_bytes(canonical: State) -> int:
-    """Returns the bytes of the whole state in the checkpoint layout."""
+    """Returns the size in bytes of the whole state in the checkpoint layout."""
     return sum(leaf.dtype.itemsize * math.prod(leaf.shape) for leaf in jax.tree.leaves(canonical))
 
 
 def shape_struct(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
-    """Returns the leaf's shape and dtype with this sharding."""
+    """Returns an abstract array with the shape and dtype of `leaf` and with this sharding."""
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)

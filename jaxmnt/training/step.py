@@ -1,7 +1,7 @@
 """The training step and the evaluation step, as pure functions of (state, batch).
 
-state = {"params": …, "optimizer": …, "counters": {"step": int32}, "bad_steps": {"total": int32, "in_a_row": int32}},
-and "buffers": … if the model has state that no gradient touches.
+state = {"params": …, "optimizer": …, "counters": {"step": int32}, "bad_steps": {"total": int32, "in_a_row": int32}}. It
+also has "buffers": … if the model has state that no gradient touches.
 batch = {field: [global rows, length] for each of `StepSpec.fields`, "control": [devices, 3]}
 """
 
@@ -21,58 +21,59 @@ from jaxmnt.training import engine, noise
 from jaxmnt.training.loss import LossSums
 from jaxmnt.training.pipeline_schedule import build_schedule
 from jaxmnt.training.spec import Batch, State, StepSpec
-from jaxmnt.training.trained import replace_trained, select
+from jaxmnt.training.trained import replace_trained, select_trained
 
 Metrics = dict[str, Any]
 
 
 def train_step(spec: StepSpec, state: State, batch: Batch) -> tuple[State, Metrics]:
-    """Applies one optimizer update from one global batch. Jit it with the state donated.
+    """Applies one optimizer update from one global batch. Callers jit it and donate the state.
 
-    The loss is the mean over all real targets of the global batch, whatever the mesh and the number of microbatches:
-    everything is summed first and divided once at the end. If the loss or the gradient is not finite, or if the batch
-    has no real target, the batch is counted but nothing else changes: neither parameters nor optimizer state, including
-    the schedule, which counts updates. Without a target the means are NaN, because they have no value.
+    The loss is the mean over all real targets of the global batch, whatever the mesh and the number of microbatches,
+    because everything is summed first and divided once at the end. If the loss or the gradient is not finite, or if the
+    batch has no real target, the batch is counted, but parameters and optimizer state do not change. Nor does the
+    learning-rate schedule advance, because it counts updates. Without a target the means are NaN, because they have no
+    value.
     """
-    step, bad, params = state["counters"]["step"], state["bad_steps"], state["params"]
+    step, bad_steps, params = state["counters"]["step"], state["bad_steps"], state["params"]
     buffers = state.get("buffers", {})
     mean = mean_gradients(spec, params, buffers, batch, step)
     gradients = mean.gradients
     loss, norm = mean.sums.cross_entropy * mean.scale, optax.tree.norm(gradients)
-    # Loss, norm and tokens are sums over all devices, so all devices decide alike.
+    # Loss, norm and tokens are sums over all devices, so all devices make the same decision.
     has_targets = mean.tokens > 0
-    finite = jnp.isfinite(loss) & jnp.isfinite(norm)
-    is_bad, updates_state = has_targets & ~finite, has_targets & finite
+    is_finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+    is_bad, updates_state = has_targets & ~is_finite, has_targets & is_finite
     # Clip here rather than in the optimizer, because the norm is also a metric.
-    clip = spec.config.optimizer.clip_norm
-    if clip is not None:
-        factor = jnp.minimum(1, clip / jnp.maximum(norm, 1e-12))
+    max_norm = spec.config.optimizer.clip_norm
+    if max_norm is not None:
+        factor = jnp.minimum(1, max_norm / jnp.maximum(norm, 1e-12))
         gradients = jax.tree.map(lambda g: g * factor, gradients)
-    trained = select(params, spec.trained_axes)
+    trained = select_trained(params, spec.trained_axes)
     updates, optimizer = spec.optimizer.update(gradients, state["optimizer"], trained)
-    # The update is always computed; a bad step or a step without targets discards it.
-    unless_bad = lambda new, old: jnp.where(updates_state, new, old)
-    updated = jax.tree.map(unless_bad, optax.apply_updates(trained, updates), trained)
+    # The update is always computed, but a bad step or a step without targets discards it.
+    new_if_updated = lambda new, old: jnp.where(updates_state, new, old)
+    updated = jax.tree.map(new_if_updated, optax.apply_updates(trained, updates), trained)
     new_state = {
         "params": replace_trained(params, updated, spec.trained_axes),
-        "optimizer": jax.tree.map(unless_bad, optimizer, state["optimizer"]),
+        "optimizer": jax.tree.map(new_if_updated, optimizer, state["optimizer"]),
         "counters": {"step": step + 1},
         "bad_steps": {
-            "total": bad["total"] + is_bad,
+            "total": bad_steps["total"] + is_bad,
             # A step without targets says nothing about the steps before and after it.
-            "in_a_row": jnp.where(updates_state, 0, bad["in_a_row"] + is_bad),
+            "in_a_row": jnp.where(updates_state, 0, bad_steps["in_a_row"] + is_bad),
         },
     }
     if buffers:
-        new_state["buffers"] = jax.tree.map(unless_bad, _update_buffers(spec, buffers, mean.layers), buffers)
-    # Summed over all devices, so that every process sees the flags of all others.
+        new_state["buffers"] = jax.tree.map(new_if_updated, _update_buffers(spec, buffers, mean.layers), buffers)
+    # The flags are summed over all devices, so that every process sees those of all others.
     stop, save, profile = jnp.sum(batch["control"], axis=0)
     # Means over targets are NaN without targets; the other metrics have a value in every step.
-    measured = {"loss": loss, "grad_norm": norm, "model": _layer_metrics(spec, mean)}
+    target_metrics = {"loss": loss, "grad_norm": norm, "model": _layer_metrics(spec, mean)}
     if mean.squares is not None:
-        measured["gradient_squares"] = mean.squares
+        target_metrics["gradient_squares"] = mean.squares
     metrics = {
-        **jax.tree.map(lambda value: _mean_or_nan(has_targets, value), measured),
+        **jax.tree.map(lambda value: _mean_or_nan(has_targets, value), target_metrics),
         "learning_rate": jnp.asarray(spec.learning_rate(updates_applied(state)), jnp.float32),
         "tokens": mean.tokens,
         "bad_steps": new_state["bad_steps"]["total"],
@@ -85,8 +86,8 @@ def train_step(spec: StepSpec, state: State, batch: Batch) -> tuple[State, Metri
 
 
 def updates_applied(state: State) -> Array:
-    """Returns the number of updates so far, which the optimizer counts for its schedule. Batches are counted
-    separately: a bad step and a step without targets use a batch but apply no update."""
+    """Returns the number of updates so far, which the optimizer counts for its schedule. It can be less than the number
+    of batches, because a bad step or a step without targets uses a batch but applies no update."""
     return state["optimizer"]["learning_rate"].count
 
 
@@ -97,25 +98,25 @@ def _mean_or_nan(has_targets: Array, value: Array) -> Array:
 
 
 def _update_buffers(spec: StepSpec, buffers: Params, layers: dict[str, Any]) -> Params:
-    """Applies the family's update rule, which works on buffers in the checkpoint layout."""
+    """Returns the buffers after the family's update rule, which works on buffers in the checkpoint layout."""
     layout, axes = spec.layout, spec.definition.buffer_axes
-    stored = map_with_axes(layout.to_checkpoint_layout, buffers, axes)
-    new = spec.definition.family.update_buffers(stored, layers)
+    old_buffers = map_with_axes(layout.to_checkpoint_layout, buffers, axes)
+    new_buffers = spec.definition.family.update_buffers(old_buffers, layers)
     shapes = lambda tree: jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), tree)
-    if shapes(new) != shapes(stored):
+    if shapes(new_buffers) != shapes(old_buffers):
         raise ConfigError(
             "model.family: update_buffers must return buffers with the names, shapes and dtypes of those passed to it, "
-            f"{shapes(stored)}; it returns {shapes(new)}"
+            f"{shapes(old_buffers)}; it returns {shapes(new_buffers)}"
         )
-    return map_with_axes(layout.to_device_layout, new, axes)
+    return map_with_axes(layout.to_device_layout, new_buffers, axes)
 
 
 def _layer_metrics(spec: StepSpec, mean: "MeanGradients") -> dict[str, Array]:
     """Returns the family's metrics. Raises `ConfigError` if one is not a scalar."""
     metrics = spec.definition.family.metrics(mean.layers, mean.tokens)
-    wrong = sorted(name for name, value in metrics.items() if jnp.shape(value) != ())
-    if wrong:
-        raise ConfigError(f"model.family: metrics must return a scalar for each name; {wrong[0]} is not a scalar")
+    not_scalar = sorted(name for name, metric in metrics.items() if jnp.shape(metric) != ())
+    if not_scalar:
+        raise ConfigError(f"model.family: metrics must return a scalar for each name; {not_scalar[0]} is not a scalar")
     return metrics
 
 
@@ -127,50 +128,52 @@ class MeanGradients(NamedTuple):
     tokens: Array
     """The number of real targets."""
     scale: Array
-    """One over the sum of their weights; 0 if there are none."""
+    """One over the sum of the real targets' weights, or 0 if there are no real targets."""
     layers: dict[str, Any]
     """The layers' `sums`, stacked in the checkpoint layout."""
     gradients: Params
     """Float32 gradients of the mean loss, sharded like the parameters."""
     squares: dict[str, Array] | None
-    """The squared gradient norms of the mean loss, averaged over small batches and of the whole batch, if requested."""
+    """The squared norms of the mean loss's gradients, if requested. `small` is the mean over the small batches, and
+    `large` is that of the whole batch."""
 
 
 def mean_gradients(spec: StepSpec, params: Params, buffers: Params, batch: Batch, step: Array) -> MeanGradients:
-    """Computes loss and gradients of one global batch."""
+    """Computes the loss and the gradients of one global batch."""
     # The layers' sums are stacked like parameters.
     layer_axes = {group.name: (group.name,) for group in spec.definition.groups}
-    out = ((), (), (), layer_axes, spec.trained_axes, ("devices",))
-    sharded = spec.on_mesh(functools.partial(_local_gradients, spec), [spec.row_axes, ()], out)
-    sums, tokens, weight, layers, gradients, squared = sharded(params, buffers, _rows(spec, batch), step)
+    out_axes = ((), (), (), layer_axes, spec.trained_axes, ("devices",))
+    compute = spec.on_mesh(functools.partial(_local_gradients, spec), [spec.row_axes, ()], out_axes)
+    sums, tokens, weight, layers, gradients, local_squares = compute(params, buffers, _rows(spec, batch), step)
 
     def to_checkpoint_layout(path: Any, leaf: Array) -> Array:
         return spec.layout.to_checkpoint_layout(leaf, (path[0].key, *[None] * (leaf.ndim - 1)))
 
-    stored = jax.tree.map_with_path(to_checkpoint_layout, layers)
+    layer_sums = jax.tree.map_with_path(to_checkpoint_layout, layers)
     # The layers' own terms of the loss, such as a router's, belong to the minimised loss.
-    terms = [jnp.sum(leaf) for path, leaf in jax.tree.leaves_with_path(stored) if path[-1].key == "loss"]
-    # From sums to means: the only division, after all devices and microbatches have been summed.
+    terms = [jnp.sum(leaf) for path, leaf in jax.tree.leaves_with_path(layer_sums) if path[-1].key == "loss"]
+    # Turn sums into means with the only division, after all devices and microbatches have been summed.
     scale = jnp.where(weight > 0, 1 / jnp.maximum(weight, 1e-9), 0)
     gradients = jax.tree.map(lambda g: g * scale, gradients)
-    squares = None if squared is None else _mean_squares(spec, squared, gradients, scale)
-    return MeanGradients(sums._replace(loss=sum(terms, sums.loss)), tokens, scale, stored, gradients, squares)
+    squares = None if local_squares is None else _mean_squares(spec, local_squares, gradients, scale)
+    return MeanGradients(sums._replace(loss=sum(terms, sums.loss)), tokens, scale, layer_sums, gradients, squares)
 
 
-def _mean_squares(spec: StepSpec, squared: Array, gradients: Params, scale: Array) -> dict[str, Array]:
-    """Scales the squares to those of mean losses. `squared`, [devices], has the squares of each device's summed
-    gradients over small batches. Their targets are assumed to have the same mean weight as those of the whole batch."""
+def _mean_squares(spec: StepSpec, local_squares: Array, gradients: Params, scale: Array) -> dict[str, Array]:
+    """Returns the squared norms of the mean loss's gradients, for the small batches and for the whole batch.
+    `local_squares`, [devices], has the sum of squares of each device's gradients of the summed loss of a small batch.
+    The targets of a small batch are assumed to have the same mean weight as those of the whole batch."""
     small = noise.small_batches(spec)
     assert small is not None
-    mean = jnp.sum(squared) / small.samples * (scale / small.share) ** 2
-    return {"small": mean, "large": noise.squares(spec, small, gradients)}
+    mean_square = jnp.sum(local_squares) / small.samples * (scale / small.share) ** 2
+    return {"small": mean_square, "large": noise.squares(spec, small, gradients)}
 
 
 def eval_step(spec: StepSpec, params: Params, buffers: Params, batch: Batch) -> Metrics:
-    """Computes the sums of cross-entropy and of real targets over one global evaluation batch, and the number of
-    devices whose process asks to stop."""
-    sharded = spec.on_mesh(functools.partial(_local_evaluation, spec), [spec.row_axes], ((), ()))
-    sums, tokens = sharded(params, buffers, _rows(spec, batch))
+    """Computes the sum of the cross-entropy and the number of real targets in one global evaluation batch, and the
+    number of devices whose process asks to stop."""
+    evaluate = spec.on_mesh(functools.partial(_local_evaluation, spec), [spec.row_axes], ((), ()))
+    sums, tokens = evaluate(params, buffers, _rows(spec, batch))
     return {"loss_sum": sums.cross_entropy, "tokens": tokens, "stop": jnp.sum(batch["control"][:, 0])}
 
 
@@ -182,8 +185,8 @@ def _rows(spec: StepSpec, batch: Batch) -> Batch:
 def _local_gradients(
     spec: StepSpec, params: Params, buffers: Params, batch: Batch, step: Array
 ) -> tuple[LossSums, Array, Array, dict[str, Any], Params, Array | None]:
-    """Runs on one device: computes gradients of the summed loss over all microbatches, then reduces over the replicas
-    those that backward has not reduced."""
+    """Computes the gradients of the summed loss over all microbatches, on one device. Then sums over the replicas those
+    gradients that backward has not summed."""
     local = engine.loss_and_gradients(spec, params, buffers, batch, functools.partial(_row_keys, spec, step))
     weights = batch["weights"]
     local_sums = (local.sums, _count_targets(weights), jnp.sum(weights))
@@ -193,30 +196,31 @@ def _local_gradients(
     gradients = collectives.reduce_gradients(
         local.gradients, spec.trained_axes, spec.placement, spec.reduce_dtype, is_unreduced
     )
-    squared = None if local.squares is None else local.squares[None]
-    return sums, tokens, weight, layers, gradients, squared
+    local_squares = None if local.squares is None else local.squares[None]
+    return sums, tokens, weight, layers, gradients, local_squares
 
 
 def _local_evaluation(spec: StepSpec, params: Params, buffers: Params, batch: Batch) -> tuple[LossSums, Array]:
-    """Runs on one device: computes the sums of an evaluation batch."""
-    training = spec.schedule
-    schedule = build_schedule("forward", training.stages, training.microbatches, training.chunks)
+    """Computes the loss sums and the number of real targets of an evaluation batch, on one device."""
+    train_schedule = spec.schedule
+    schedule = build_schedule("forward", train_schedule.stages, train_schedule.microbatches, train_schedule.chunks)
     sums = engine.loss(spec, params, buffers, batch, schedule)
     tokens = _count_targets(batch["weights"])
     return collectives.sum_over_tokens((sums, tokens), spec.placement)
 
 
 def _count_targets(weights: Array) -> Array:
-    """Returns the number of targets. A weight of NaN counts as a target, so that its step is bad rather than without
-    targets."""
+    """Returns the number of targets, which are the tokens with a nonzero weight. A weight of NaN also counts, so that a
+    step with such a weight is a bad step, not one without targets."""
     return jnp.sum(weights != 0, dtype=jnp.int32)
 
 
 def _row_keys(spec: StepSpec, step: Array, microbatch: Array) -> Array | None:
-    """Returns a random key for each row of a microbatch from (seed, step, global row), or None without dropout."""
+    """Returns a random key for each row of a microbatch, or None without dropout. A key is derived from (seed, step,
+    global row)."""
     if spec.config.model.dropout == 0:
         return None
-    rows, count = spec.microbatch_rows, spec.num_microbatches
-    first = (collectives.index_along("batch", spec.placement) * count + microbatch) * rows
+    rows, microbatches = spec.microbatch_rows, spec.num_microbatches
+    first_row = (collectives.index_along("batch", spec.placement) * microbatches + microbatch) * rows
     key = jax.random.fold_in(jax.random.key(spec.config.seed), step)
-    return jax.vmap(lambda row: jax.random.fold_in(key, row))(first + jnp.arange(rows))
+    return jax.vmap(lambda row: jax.random.fold_in(key, row))(first_row + jnp.arange(rows))

@@ -11,14 +11,14 @@ from jaxmnt.parallel.sharding import is_axes, parameter_name
 
 
 def axes_by_name(axes: Any) -> dict[str, Any]:
-    """Returns the axes of each parameter by its name, such as layers.attention.query."""
+    """Maps the name of each parameter, such as layers.attention.query, to its logical axes."""
     leaves = jax.tree.leaves_with_path(axes, is_leaf=is_axes)
     return {parameter_name(path): names for path, names in leaves}
 
 
 def match_parameters(patterns: Sequence[str], axes: Any, key: str) -> dict[str, int]:
-    """Returns the index of the first pattern that matches each parameter, for parameters that one matches. `*` in a
-    pattern matches any text.
+    """Maps the name of each parameter that a pattern matches to the index of the first such pattern. `*` in a pattern
+    matches any text. `key` is the setting that error messages name.
 
     Raises `ConfigError` for a pattern that matches no parameter.
     """
@@ -33,19 +33,19 @@ def match_parameters(patterns: Sequence[str], axes: Any, key: str) -> dict[str, 
 
 
 def trained_axes(axes: Any, frozen: Sequence[str]) -> Any:
-    """Returns the tree of axes with None for frozen parameters."""
+    """Returns the tree of logical axes, with None for frozen parameters."""
     frozen_names = match_parameters(frozen, axes, "optimizer.frozen")
     drop_frozen = lambda path, names: None if parameter_name(path) in frozen_names else names
     return jax.tree.map_with_path(drop_frozen, axes, is_leaf=is_axes)
 
 
-def select(tree: Any, axes: Any) -> Any:
-    """Returns the leaves of the parameters that train."""
+def select_trained(tree: Any, axes: Any) -> Any:
+    """Returns the tree with None for frozen parameters, which are those with None in the tree of axes."""
     return jax.tree.map(lambda names, leaf: None if names is None else leaf, axes, tree, is_leaf=_axes_or_none)
 
 
 def replace_trained(tree: Any, new: Any, axes: Any) -> Any:
-    """Returns a tree of parameters with new values for those that train."""
+    """Returns a tree of parameters with values from `new` for those that train."""
     pick = lambda names, old, new: old if names is None else new
     return jax.tree.map(pick, axes, tree, new, is_leaf=_axes_or_none)
 

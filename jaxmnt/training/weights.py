@@ -1,10 +1,10 @@
-"""From stored parameters to the weights that are multiplied, and from gradients back to the stored pieces.
+"""Conversion of stored parameters to the weights that are multiplied, and of gradients to the stored pieces.
 
 A parameter is stored in pieces, usually in float32. Before a matrix product it is cast to the compute dtype, perhaps
-packed in float8, and gathered: each time it is used (ZeRO 3), or once per step (ZeRO 2 and 1). The gradient is that of
-the whole weight. It is scattered and added up in float32: after each microbatch (ZeRO 3 and 2), or once per step (ZeRO
-1). Layers and the ends of the model (embedding, final norm and head) take weights from here and return gradients, and
-need not know the ZeRO stage.
+packed in float8, and gathered, either each time it is used (ZeRO 3) or once per step (ZeRO 2 and 1). The gradient is
+that of the whole weight. It is scattered and added up in float32, either after each microbatch (ZeRO 3 and 2) or once
+per step (ZeRO 1). Layers and the ends of the model (embedding, final norm and head) take weights from here and return
+gradients, and need not know the ZeRO stage.
 """
 
 from typing import Any
@@ -19,43 +19,44 @@ from jaxmnt.models.float8 import FORWARD, pack, power_of_two_scale, unpack
 from jaxmnt.parallel import collectives
 from jaxmnt.parallel.sharding import Axes, is_axes, without_stack_axis
 from jaxmnt.training.spec import StepSpec
-from jaxmnt.training.trained import select
+from jaxmnt.training.trained import select_trained
 
 
 class Weights:
     """The weights of a step, each gathered when it is used: ZeRO 3."""
 
     def __init__(self, spec: StepSpec, params: Params):
-        """`params` are this device's pieces, as they are placed."""
+        """`params` has this device's pieces of the parameters, in the device layout."""
         self._spec, self.params = spec, params
-        self._summed_like = params
-        """Gradients of all microbatches are added up in these shapes."""
+        self._gradients_like = params
+        """Arrays with the shapes in which the gradients of all microbatches are added up."""
 
     def prepare(self, params: Params, axes: Any) -> Params:
         """Returns whole weights in the compute dtype from some of `params`."""
         return collectives.unshard(params, axes, self._spec.placement, self._spec.dtype)
 
     def ends(self, names: tuple[str, ...]) -> Params:
-        """Returns the weights of these ends of the model, ready for use."""
+        """Returns the weights of the ends of the model with these names, ready for use."""
         axes = self._spec.definition.axes
         return self.prepare({name: self.params[name] for name in names}, {name: axes[name] for name in names})
 
     def zero_gradients(self) -> Params:
         """Returns float32 zeros in the shapes in which the gradients of all microbatches are added up."""
-        trained = select(self._summed_like, self._spec.trained_axes)
+        trained = select_trained(self._gradients_like, self._spec.trained_axes)
         return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), trained)
 
     def reduce(self, gradients: Params, axes: Any) -> Params:
-        """Reduces one microbatch's gradients of whole weights to the form in which gradients are added up."""
+        """Reduces one microbatch's gradients of whole weights to the shapes and dtype in which gradients are added
+        up."""
         return collectives.reshard(gradients, axes, self._spec.placement, self._spec.reduce_dtype)
 
     def finish(self, gradients: Params) -> Params:
-        """Returns the accumulated gradients in the pieces of the stored parameters."""
+        """Returns the accumulated gradients of this device's pieces of the parameters."""
         return gradients
 
 
 class GatheredOnce(Weights):
-    """The weights of a step, all gathered before it: ZeRO 2."""
+    """The weights of a step, all gathered before the step: ZeRO 2."""
 
     def __init__(self, spec: StepSpec, params: Params):
         super().__init__(spec, params)
@@ -65,8 +66,9 @@ class GatheredOnce(Weights):
         return params
 
     def _gather_all(self, name: str, stored: Params) -> Params:
-        """Returns the whole weights of a group or an end of the model. Layers are gathered one after another: XLA would
-        gather a whole stack with the gathered dimension first and then copy it all into row-major order."""
+        """Returns the whole weights of a group or an end of the model. Layers are gathered one after another, because
+        XLA would gather a whole stack with the gathered dimension first and then copy the stack into row-major
+        order."""
         spec, axes = self._spec, self._spec.definition.axes[name]
         is_gathered = any(map(spec.placement.gathered_axes, jax.tree.leaves(axes, is_leaf=is_axes)))
         if name not in spec.slots or not is_gathered:
@@ -80,11 +82,12 @@ class GatheredOnce(Weights):
 
 
 class SummedWhole(GatheredOnce):
-    """The weights of a step, all gathered before it. Gradients are added up whole and scattered once: ZeRO 1."""
+    """The weights of a step, all gathered before the step. Gradients of whole weights are added up, and are scattered
+    once: ZeRO 1."""
 
     def __init__(self, spec: StepSpec, params: Params):
         super().__init__(spec, params)
-        self._summed_like = self.params
+        self._gradients_like = self.params
 
     def reduce(self, gradients: Params, axes: Any) -> Params:
         return jax.tree.map(lambda gradient: gradient.astype(jnp.float32), gradients)
@@ -95,8 +98,8 @@ class SummedWhole(GatheredOnce):
 
 
 _GATHER_UNROLL = 4
-"""Layers per iteration of the gather: one is written to the stack while the next one is gathered. 4 was no slower than
-2 and 8 over five programs."""
+"""The number of layers in each iteration of the gather. One layer is written to the stack while the next one is
+gathered. Over five programs, 4 was no slower than 2 or 8."""
 
 BY_ZERO = {1: SummedWhole, 2: GatheredOnce, 3: Weights}
 """The class for each ZeRO stage."""
@@ -115,30 +118,32 @@ class LayerWeights:
         self._scales: list[list[Array | None]] = [[None] * len(names) for names in self._axes]
         """The scales, [units], of each weight gathered in float8, by index in the pattern; None for other weights."""
 
-    def pack(self, multiplied: list[list[bool]]) -> None:
-        """From now on, gathers in float8 those weights that are only multiplied in float8.
+    def enable_float8_gather(self, multiplied_in_float8: list[list[bool]]) -> None:
+        """Makes later gathers use float8 for some weights.
 
-        `multiplied` says, by index in the pattern, which weights are only multiplied in float8.
+        `multiplied_in_float8` says, by index in the pattern, which weights are multiplied only in float8.
         """
-        self._scales = [self._scales_at(pattern_index, is_float8) for pattern_index, is_float8 in enumerate(multiplied)]
+        self._scales = [
+            self._scales_at(pattern_index, flags) for pattern_index, flags in enumerate(multiplied_in_float8)
+        ]
 
     @property
-    def packed(self) -> list[list[bool]]:
-        """For each weight by index in the pattern, whether it is gathered in float8."""
+    def gathered_in_float8(self) -> list[list[bool]]:
+        """Flags that say for each weight whether it is gathered in float8, by index in the pattern."""
         return [[scale is not None for scale in scales] for scales in self._scales]
 
     def take(self, unit: Array, pattern_index: int) -> Params:
         """Returns a layer's weights, ready for use."""
         leaves, structure = jax.tree.flatten(self._stacked(pattern_index))
         pieces = [jax.lax.dynamic_index_in_dim(leaf, unit, keepdims=False) for leaf in leaves]
-        whole = [
+        whole_weights = [
             self._weights.prepare(piece, names) if scales is None else self._gather_packed(piece, scales[unit], names)
             for piece, scales, names in zip(pieces, self._scales[pattern_index], self._axes[pattern_index], strict=True)
         ]
-        return jax.tree.unflatten(structure, whole)
+        return jax.tree.unflatten(structure, whole_weights)
 
     def reduce(self, gradients: Params, axes: Any) -> Params:
-        """As `Weights.reduce`."""
+        """Reduces gradients as `Weights.reduce` does."""
         return self._weights.reduce(gradients, axes)
 
     def _stacked(self, pattern_index: int) -> Params:
@@ -151,19 +156,19 @@ class LayerWeights:
         piece = pack(weight.astype(dtype), scale)
         return unpack(collectives.unshard_without_cast(piece, names, self._spec.placement), scale, dtype)
 
-    def _scales_at(self, pattern_index: int, multiplied: list[bool]) -> list[Array | None]:
-        """Returns the float8 scales of the weights at this index of the pattern that are gathered in float8; None for
-        the others."""
+    def _scales_at(self, pattern_index: int, multiplied_in_float8: list[bool]) -> list[Array | None]:
+        """Returns the float8 scale of each weight at this index of the pattern, or None for a weight that is not
+        gathered in float8."""
         placement, axes = self._spec.placement, self._axes[pattern_index]
         is_packed = [
             is_float8 and placement.gathered_axes(names) is not None
-            for is_float8, names in zip(multiplied, axes, strict=True)
+            for is_float8, names in zip(multiplied_in_float8, axes, strict=True)
         ]
         packed_indices = np.flatnonzero(is_packed)
         leaves = jax.tree.leaves(self._stacked(pattern_index))
         weights = [leaves[index].astype(self._spec.dtype) for index in packed_indices]
-        largest = collectives.max_abs_per_unit(weights, [axes[index] for index in packed_indices], placement)
+        max_abs_of_weights = collectives.max_abs_per_unit(weights, [axes[index] for index in packed_indices], placement)
         scales: list[Array | None] = [None] * len(axes)
-        for index, max_abs in zip(packed_indices, largest, strict=True):
+        for index, max_abs in zip(packed_indices, max_abs_of_weights, strict=True):
             scales[index] = power_of_two_scale(max_abs, FORWARD)
         return scales
