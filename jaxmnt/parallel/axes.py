@@ -25,12 +25,12 @@ def resolve_sizes(mesh: Mesh, device_count: int) -> dict[str, int]:
         )
     if device_count % fixed_product:
         axis_sizes = " × ".join(f"mesh.{axis}={size}" for axis, size in sizes.items() if size not in (1, -1))
-        available = counted(device_count, "device is available", "devices are available")
+        available_devices = counted(device_count, "device is available", "devices are available")
         command = f"python -m jaxmnt.launch local --processes 1 --devices-per-process {fixed_product} -- --config FILE"
         virtual_hint = f", or try virtual devices: {command}" if device_count < fixed_product else ""
         advice = f"choose sizes whose product divides {device_count}" if device_count > 1 else "set it to 1"
         raise ConfigError(
-            f"{axis_sizes} needs a multiple of {fixed_product} devices, and {available}; {advice}{virtual_hint}"
+            f"{axis_sizes} needs a multiple of {fixed_product} devices, and {available_devices}; {advice}{virtual_hint}"
         )
     if open_axis is not None:
         sizes[open_axis] = device_count // fixed_product

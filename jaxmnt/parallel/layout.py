@@ -34,8 +34,8 @@ class Dimension:
     @property
     def canonical_slots(self) -> np.ndarray:
         """The index in the device layout for each canonical index."""
-        filled = [(index, slot) for slot, index in enumerate(self.slots) if index != EMPTY_SLOT]
-        return np.array([slot for _, slot in sorted(filled)])
+        filled_slots = [(index, slot) for slot, index in enumerate(self.slots) if index != EMPTY_SLOT]
+        return np.array([slot for _, slot in sorted(filled_slots)])
 
 
 def pad_dimension(size: int, num_shards: int) -> Dimension | None:
@@ -66,14 +66,16 @@ class Layout:
         for moved_axis in moved_axes:
             # The number of pieces of each dimension, if the moved axis split it as well.
             num_shards = [math.prod(placement.sizes[name] for name in (*names, moved_axis)) for names in partition]
-            divisible = [
+            divisible_dimensions = [
                 dimension
                 for dimension, axis in enumerate(axes)
                 if axis not in self.dimensions and shape[dimension] % num_shards[dimension] == 0
             ]
-            if divisible:
-                best = max(divisible, key=lambda dimension: shape[dimension] // num_shards[dimension])
-                partition[best] = (*partition[best], moved_axis)
+            if divisible_dimensions:
+                best_dimension = max(
+                    divisible_dimensions, key=lambda dimension: shape[dimension] // num_shards[dimension]
+                )
+                partition[best_dimension] = (*partition[best_dimension], moved_axis)
         return NamedSharding(placement.mesh, P(*(names or None for names in partition)))
 
     def to_device_layout(self, array: Array, axes: Axes) -> Array:

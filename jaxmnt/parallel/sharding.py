@@ -221,22 +221,22 @@ which is a small part of its time if the piece has at least about a thousand tok
 def _choose_overlap(config: Config, placement: Placement) -> Overlap:
     """Returns the overlap that `model.overlap` sets. `auto` chooses `off` on CPUs, where communication blocks the
     device anyway. Elsewhere it chooses `rows` if a microbatch has several rows, else `ring` if the pieces are large."""
-    requested = config.model.overlap
+    requested_overlap = config.model.overlap
     shards = placement.num_shards("sequence")
     shard_rows = config.data.global_batch_size // placement.batch_shards
     rows = shard_rows // num_microbatches(config, placement.sizes)
-    if shards == 1 or requested == "off":
+    if shards == 1 or requested_overlap == "off":
         return "off"
-    if requested == "ring" and placement.stages > 1:
+    if requested_overlap == "ring" and placement.stages > 1:
         # `ppermute` involves every device of the mesh, but a stage may be idle while another one works.
         raise ConfigError("model.overlap: ring is not supported with a pipeline; set auto or rows")
-    if requested == "rows" and rows == 1:
+    if requested_overlap == "rows" and rows == 1:
         raise ConfigError(
             "model.overlap: rows needs at least two rows per microbatch, to compute one while the other is "
             "communicated; set a larger train.microbatch_size, or model.overlap=auto"
         )
-    if requested != "auto":
-        return requested
+    if requested_overlap != "auto":
+        return requested_overlap
     if placement.on_cpu:
         return "off"
     if rows > 1:
@@ -322,14 +322,16 @@ def check_replicated_share(abstract: Any, axes: Any, placement: Placement) -> No
     for mesh_axis in (*GATHERING_AXES, *axes_that_split("features", "layers")):
         if placement.sizes[mesh_axis] == 1:
             continue
-        replicated = [
+        replicated_parameters = [
             (name, leaf.size) for name, leaf, names in leaves if mesh_axis in placement.replicated_axes(names)
         ]
-        share = sum(size for _, size in replicated) / total
+        share = sum(size for _, size in replicated_parameters) / total
         if share > MAX_REPLICATED_SHARE:
-            largest = sorted(replicated, key=lambda name_and_size: (-name_and_size[1], name_and_size[0]))[:4]
+            largest_parameters = sorted(
+                replicated_parameters, key=lambda name_and_size: (-name_and_size[1], name_and_size[0])
+            )[:4]
             raise ConfigError(
                 f"mesh.{mesh_axis}: {share:.0%} of the parameters would stay whole on every device along the axis, "
-                f"the largest of them {', '.join(name for name, _ in largest)}; change mesh.rules, or set "
+                f"the largest of them {', '.join(name for name, _ in largest_parameters)}; change mesh.rules, or set "
                 f"mesh.{mesh_axis} to 1"
             )

@@ -134,11 +134,11 @@ def _check_sizes(definition: Definition, layout: Layout) -> None:
     for name, leaf, names in params + buffers:
         for size, axis in zip(leaf.shape, names, strict=True):
             if axis in layout.dimensions:
-                expected = len(layout.dimensions[axis].canonical_slots)
-                if size != expected:
+                expected_size = len(layout.dimensions[axis].canonical_slots)
+                if size != expected_size:
                     raise ConfigError(
                         f"model.family: {name} has {size} along {axis}, which is padded for this mesh and therefore "
-                        f"must be {expected}; choose a size that needs no padding, or another mesh"
+                        f"must be {expected_size}; choose a size that needs no padding, or another mesh"
                     )
             elif size % placement.num_shards(axis):
                 axis_sizes = " × ".join(
@@ -153,9 +153,11 @@ def _check_memory_options(config: Config, placement: Placement) -> None:
     """Raises `ConfigError` for memory settings that these devices or this version do not support."""
     train = config.train
     for key, names in (("remat_save", train.remat_save), ("remat_offload", train.remat_offload)):
-        unknown = sorted(set(names) - set(NAMES))
-        if unknown:
-            raise ConfigError(f"train.{key}: unknown activation {unknown[0]}; {suggest(unknown[0], list(NAMES))}")
+        unknown_names = sorted(set(names) - set(NAMES))
+        if unknown_names:
+            raise ConfigError(
+                f"train.{key}: unknown activation {unknown_names[0]}; {suggest(unknown_names[0], list(NAMES))}"
+            )
     if train.remat == "names" and not (train.remat_save or train.remat_offload):
         raise ConfigError(f"train.remat_save: train.remat=names requires names to save; set some of {', '.join(NAMES)}")
     if train.remat_offload and train.remat in ("none", "attention"):

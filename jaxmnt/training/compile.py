@@ -109,12 +109,12 @@ class Program:
                 on_device = array.sharding.with_memory_kind("device")
                 function = lambda x: convert(jax.device_put(x, on_device), axes)
                 self._converters[key] = jax.jit(function, out_shardings=target_leaf.sharding)
-            converted = self._converters[key](array)
+            converted_array = self._converters[key](array)
             # Wait for each array, to save memory, and because CPU devices cannot run several collectives at once.
-            jax.block_until_ready(converted)
+            jax.block_until_ready(converted_array)
             if not keep_input:
                 array.delete()
-            return converted
+            return converted_array
 
         state_axes = map_state_with_axes(self.spec, target, lambda _, axes: AxesLeaf(axes))
         return {part: jax.tree.map(convert_array, tree, state_axes[part], target[part]) for part, tree in state.items()}

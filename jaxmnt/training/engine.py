@@ -71,11 +71,13 @@ def loss_and_gradients(spec: StepSpec, params: Params, buffers: Params, batch: B
     are gathered, but not yet over the axes along which weights are replicated.
     """
     step = prepare_step(spec, params, buffers, batch, spec.schedule, row_keys)
-    final = step.run(functools.partial(_tick, step), _start(step), _last_tick(step))
-    gradient_squares = final.squares
+    final_carry = step.run(functools.partial(_tick, step), _start(step), _last_tick(step))
+    gradient_squares = final_carry.squares
     if step.small is not None and not step.small.from_first_microbatch:
-        gradient_squares = squares(spec, step.small, final.gradients)
-    return Results(final.sums, final.layer_sums, step.weights.finish(final.gradients), gradient_squares)
+        gradient_squares = squares(spec, step.small, final_carry.gradients)
+    return Results(
+        final_carry.sums, final_carry.layer_sums, step.weights.finish(final_carry.gradients), gradient_squares
+    )
 
 
 def loss(spec: StepSpec, params: Params, buffers: Params, batch: Batch, schedule: PipelineSchedule) -> LossSums:
@@ -256,12 +258,12 @@ def _start(step: Step) -> _Carry:
     """Returns the carry before the first tick."""
     zero_activations, small = step.zero_activations(), step.small
     rows = step.layer_rows(jnp.int32(0))
-    allocated = {
+    allocated_arrays = {
         name: layers.allocate(step.table.slots, zero_activations, rows) for name, layers in step.layers.items()
     }
     pending = jnp.zeros((step.table.pending_slots, *zero_activations.shape), zero_activations.dtype)
-    residuals = {name: buffers for name, (buffers, _) in allocated.items()}
-    layer_sums = {name: sums for name, (_, sums) in allocated.items()}
+    residuals = {name: buffers for name, (buffers, _) in allocated_arrays.items()}
+    layer_sums = {name: sums for name, (_, sums) in allocated_arrays.items()}
     squares_first_microbatch = small is not None and small.from_first_microbatch
     return _Carry(
         arriving=zero_activations,

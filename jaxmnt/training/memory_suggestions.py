@@ -41,8 +41,8 @@ def find_memory_suggestions(spec: StepSpec, rebuild: Callable[[Config], StepSpec
         with contextlib.suppress(ConfigError):
             changed_bytes = measure(rebuild(spec.config.changed(changes)))
             suggestions.append(MemorySuggestion(setting, current_bytes[measure] - changed_bytes))
-    helpful = (suggestion for suggestion in suggestions if suggestion.saves > 0)
-    return sorted(helpful, key=lambda suggestion: (-suggestion.saves, suggestion.setting))
+    helpful_suggestions = (suggestion for suggestion in suggestions if suggestion.saves > 0)
+    return sorted(helpful_suggestions, key=lambda suggestion: (-suggestion.saves, suggestion.setting))
 
 
 def describe_suggestions(memory_suggestions: Sequence[MemorySuggestion], peak: int, limit: int) -> str:

@@ -62,8 +62,8 @@ def squares(spec: StepSpec, small: SmallBatches, gradients: Params) -> Array:
     """Returns the sum of squares, in float32, of one device's gradients or of global gradients. Only gradients whose
     rows are split along the axes of the small batches are included."""
     leaves = named_leaves(gradients, spec.trained_axes)
-    sampled = [leaf for _, leaf, names in leaves if _sample_axes(spec, names) == small.sample_axes]
-    return sum((jnp.sum(jnp.square(leaf.astype(jnp.float32))) for leaf in sampled), jnp.zeros((), jnp.float32))
+    sampled_leaves = [leaf for _, leaf, names in leaves if _sample_axes(spec, names) == small.sample_axes]
+    return sum((jnp.sum(jnp.square(leaf.astype(jnp.float32))) for leaf in sampled_leaves), jnp.zeros((), jnp.float32))
 
 
 def _sample_axes(spec: StepSpec, names: Axes) -> frozenset[str] | None:

@@ -96,16 +96,16 @@ class PipelineSchedule:
         """Returns the time at which each stage finishes the exchange with its neighbours. If there are several chunks,
         the stages form a ring."""
         if self.chunks > 1:
-            neighbours = [{(s - 1) % self.stages, s, (s + 1) % self.stages} for s in range(self.stages)]
+            exchanges = [{(stage - 1) % self.stages, stage, (stage + 1) % self.stages} for stage in range(self.stages)]
         else:
-            neighbours = [set(range(max(0, s - 1), min(self.stages, s + 2))) for s in range(self.stages)]
-        return [max(clocks[stage] for stage in exchanging) for exchanging in neighbours]
+            exchanges = [set(range(max(0, stage - 1), min(self.stages, stage + 2))) for stage in range(self.stages)]
+        return [max(clocks[stage] for stage in exchange) for exchange in exchanges]
 
     def check(self) -> None:
         """Asserts that all work is done exactly once, in an order that the engine can execute."""
         forward_ticks = _ticks_of_work(self.forward)
         pieces = self.stages * self.chunks
-        all_work = {(mb, piece) for mb in range(self.microbatches) for piece in range(pieces)}
+        all_work = set(itertools.product(range(self.microbatches), range(pieces)))
         assert set(forward_ticks) == all_work, "every microbatch goes forward through every piece"
         for (microbatch, piece), tick in forward_ticks.items():
             is_next_tick = piece == 0 or forward_ticks[microbatch, piece - 1] == tick - 1
@@ -135,8 +135,8 @@ class PipelineSchedule:
         for stage in range(self.stages):
             for label, phase in (("F", self.forward), ("B", self.backward)):
                 if phase:
-                    head = f"stage {stage:<3}{label}" if label == "F" else f"         {label}"
-                    lines.append(f"{head} " + " ".join(cell(row[stage]).rjust(width) for row in phase))
+                    line_start = f"stage {stage:<3}{label}" if label == "F" else f"         {label}"
+                    lines.append(f"{line_start} " + " ".join(cell(row[stage]).rjust(width) for row in phase))
         return "\n".join(lines)
 
 

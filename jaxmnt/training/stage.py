@@ -88,7 +88,8 @@ class Layers:
         self._all_filled = all_filled
         self._trained_axes = without_stack_axis(spec.trained_axes[group.name])
         groups = spec.definition.groups
-        self._layers_before = sum(earlier.num_layers for earlier in groups[: groups.index(group)])
+        groups_before = groups[: groups.index(group)]
+        self._layers_before = sum(group_before.num_layers for group_before in groups_before)
         self._backwards: dict[int, Backward] = {}
         """The backward function of each layer, by index in the pattern. It is known once forward has been traced."""
 
@@ -311,9 +312,9 @@ class Layers:
             cut = lambda array: array[start:stop] if len(array) == row_count else array
             return self._call(pattern_index, weights, buffers, layer_index, jax.tree.map(cut, rows), cut(x_BSD))
 
-        first, second = call_half(0, middle), call_half(middle, row_count)
-        loss, sums = jax.tree.map(jnp.add, (first.loss, dict(first.sums)), (second.loss, dict(second.sums)))
-        return LayerOutput(jnp.concatenate([first.x_BSD, second.x_BSD]), loss, sums)
+        halves = [call_half(0, middle), call_half(middle, row_count)]
+        loss, sums = jax.tree.map(jnp.add, *((half.loss, dict(half.sums)) for half in halves))
+        return LayerOutput(jnp.concatenate([half.x_BSD for half in halves]), loss, sums)
 
     def _call(
         self,
@@ -423,8 +424,10 @@ class PrefetchedLayers(Layers):
         if not axes:
             return total
         stacks = self._group.at(total, pattern_index)
-        reduced = self.weights.reduce(pending, axes)
-        sums = jax.tree.map(lambda stack, addend: stack[unit] + collectives.row_major(addend), stacks, reduced)
+        reduced_gradients = self.weights.reduce(pending, axes)
+        sums = jax.tree.map(
+            lambda stack, addend: stack[unit] + collectives.row_major(addend), stacks, reduced_gradients
+        )
         if last:
             spec = self._spec
             stacked_axes = self._group.at(spec.trained_axes[self._group.name], pattern_index)

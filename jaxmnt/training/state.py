@@ -83,7 +83,7 @@ def relayout_bytes(spec: StepSpec, state: State) -> int:
     differs from the device layout."""
     canonical_state = canonical_abstract(spec, state)
     pairs = zip(jax.tree.leaves(canonical_state), jax.tree.leaves(state), strict=True)
-    return sum(bytes_per_device(canonical) for canonical, placed in pairs if canonical is not placed)
+    return sum(bytes_per_device(new_leaf) for new_leaf, old_leaf in pairs if new_leaf is not old_leaf)
 
 
 def map_state_with_axes(spec: StepSpec, state: State, function: Callable[[Any, Axes], Any]) -> State:

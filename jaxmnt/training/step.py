@@ -37,11 +37,11 @@ def train_step(spec: StepSpec, state: State, batch: Batch) -> tuple[State, Metri
     """
     step, bad_steps, params = state["counters"]["step"], state["bad_steps"], state["params"]
     buffers = state.get("buffers", {})
-    mean = mean_gradients(spec, params, buffers, batch, step)
-    gradients = mean.gradients
-    loss, norm = mean.sums.cross_entropy * mean.scale, optax.tree.norm(gradients)
+    batch_mean = mean_gradients(spec, params, buffers, batch, step)
+    gradients = batch_mean.gradients
+    loss, norm = batch_mean.sums.cross_entropy * batch_mean.scale, optax.tree.norm(gradients)
     # Loss, norm and tokens are sums over all devices, so all devices make the same decision.
-    has_targets = mean.tokens > 0
+    has_targets = batch_mean.tokens > 0
     is_finite = jnp.isfinite(loss) & jnp.isfinite(norm)
     is_bad, updates_state = has_targets & ~is_finite, has_targets & is_finite
     # Clip here rather than in the optimizer, because the norm is also a metric.
@@ -49,13 +49,13 @@ def train_step(spec: StepSpec, state: State, batch: Batch) -> tuple[State, Metri
     if max_norm is not None:
         factor = jnp.minimum(1, max_norm / jnp.maximum(norm, 1e-12))
         gradients = jax.tree.map(lambda g: g * factor, gradients)
-    trained = select_trained(params, spec.trained_axes)
-    updates, optimizer = spec.optimizer.update(gradients, state["optimizer"], trained)
+    trained_params = select_trained(params, spec.trained_axes)
+    updates, optimizer = spec.optimizer.update(gradients, state["optimizer"], trained_params)
     # The update is always computed, but a bad step or a step without targets discards it.
     new_if_updated = lambda new, old: jnp.where(updates_state, new, old)
-    updated = jax.tree.map(new_if_updated, optax.apply_updates(trained, updates), trained)
+    updated_params = jax.tree.map(new_if_updated, optax.apply_updates(trained_params, updates), trained_params)
     new_state = {
-        "params": replace_trained(params, updated, spec.trained_axes),
+        "params": replace_trained(params, updated_params, spec.trained_axes),
         "optimizer": jax.tree.map(new_if_updated, optimizer, state["optimizer"]),
         "counters": {"step": step + 1},
         "bad_steps": {
@@ -65,17 +65,17 @@ def train_step(spec: StepSpec, state: State, batch: Batch) -> tuple[State, Metri
         },
     }
     if buffers:
-        new_state["buffers"] = jax.tree.map(new_if_updated, _update_buffers(spec, buffers, mean.layers), buffers)
+        new_state["buffers"] = jax.tree.map(new_if_updated, _update_buffers(spec, buffers, batch_mean.layers), buffers)
     # The flags are summed over all devices, so that every process sees those of all others.
     stop, save, profile = jnp.sum(batch["control"], axis=0)
     # Means over targets are NaN without targets; the other metrics have a value in every step.
-    target_metrics = {"loss": loss, "grad_norm": norm, "model": _layer_metrics(spec, mean)}
-    if mean.squares is not None:
-        target_metrics["gradient_squares"] = mean.squares
+    target_metrics = {"loss": loss, "grad_norm": norm, "model": _layer_metrics(spec, batch_mean)}
+    if batch_mean.squares is not None:
+        target_metrics["gradient_squares"] = batch_mean.squares
     metrics = {
         **jax.tree.map(lambda value: _mean_or_nan(has_targets, value), target_metrics),
         "learning_rate": jnp.asarray(spec.learning_rate(updates_applied(state)), jnp.float32),
-        "tokens": mean.tokens,
+        "tokens": batch_mean.tokens,
         "bad_steps": new_state["bad_steps"]["total"],
         "bad_in_a_row": new_state["bad_steps"]["in_a_row"],
         "stop": stop,
@@ -163,10 +163,10 @@ def _mean_squares(spec: StepSpec, local_squares: Array, gradients: Params, scale
     """Returns the squared norms of the mean loss's gradients, for the small batches and for the whole batch.
     `local_squares`, [devices], has the sum of squares of each device's gradients of the summed loss of a small batch.
     The targets of a small batch are assumed to have the same mean weight as those of the whole batch."""
-    small = noise.small_batches(spec)
-    assert small is not None
-    mean_square = jnp.sum(local_squares) / small.samples * (scale / small.share) ** 2
-    return {"small": mean_square, "large": noise.squares(spec, small, gradients)}
+    small_batches = noise.small_batches(spec)
+    assert small_batches is not None
+    mean_square = jnp.sum(local_squares) / small_batches.samples * (scale / small_batches.share) ** 2
+    return {"small": mean_square, "large": noise.squares(spec, small_batches, gradients)}
 
 
 def eval_step(spec: StepSpec, params: Params, buffers: Params, batch: Batch) -> Metrics:
@@ -187,16 +187,16 @@ def _local_gradients(
 ) -> tuple[LossSums, Array, Array, dict[str, Any], Params, Array | None]:
     """Computes the gradients of the summed loss over all microbatches, on one device. Then sums over the replicas those
     gradients that backward has not summed."""
-    local = engine.loss_and_gradients(spec, params, buffers, batch, functools.partial(_row_keys, spec, step))
+    local_results = engine.loss_and_gradients(spec, params, buffers, batch, functools.partial(_row_keys, spec, step))
     weights = batch["weights"]
-    local_sums = (local.sums, _count_targets(weights), jnp.sum(weights))
+    local_sums = (local_results.sums, _count_targets(weights), jnp.sum(weights))
     sums, tokens, weight = collectives.sum_over_tokens(local_sums, spec.placement)
-    layers = collectives.sum_within_stage(local.layers, spec.placement)
+    layers = collectives.sum_within_stage(local_results.layers, spec.placement)
     is_unreduced = lambda names: not spec.is_reduced_early(names)
     gradients = collectives.reduce_gradients(
-        local.gradients, spec.trained_axes, spec.placement, spec.reduce_dtype, is_unreduced
+        local_results.gradients, spec.trained_axes, spec.placement, spec.reduce_dtype, is_unreduced
     )
-    local_squares = None if local.squares is None else local.squares[None]
+    local_squares = None if local_results.squares is None else local_results.squares[None]
     return sums, tokens, weight, layers, gradients, local_squares
 
 

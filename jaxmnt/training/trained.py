@@ -24,10 +24,10 @@ def match_parameters(patterns: Sequence[str], axes: Any, key: str) -> dict[str, 
     """
     names, first_match = axes_by_name(axes), dict[str, int]()
     for index, pattern in enumerate(patterns):
-        matched = [name for name in names if fnmatchcase(name, pattern)]
-        if not matched:
+        matching_names = [name for name in names if fnmatchcase(name, pattern)]
+        if not matching_names:
             raise ConfigError(f"{key}: {pattern!r} matches no parameter; the parameters are {', '.join(sorted(names))}")
-        for name in matched:
+        for name in matching_names:
             first_match.setdefault(name, index)
     return first_match
 

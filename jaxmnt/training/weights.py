@@ -60,25 +60,25 @@ class GatheredOnce(Weights):
 
     def __init__(self, spec: StepSpec, params: Params):
         super().__init__(spec, params)
-        self.params = {name: self._gather_all(name, stored) for name, stored in params.items()}
+        self.params = {name: self._gather_all(name, stored_params) for name, stored_params in params.items()}
 
     def prepare(self, params: Params, axes: Any) -> Params:
         return params
 
-    def _gather_all(self, name: str, stored: Params) -> Params:
+    def _gather_all(self, name: str, stored_params: Params) -> Params:
         """Returns the whole weights of a group or an end of the model. Layers are gathered one after another, because
         XLA would gather a whole stack with the gathered dimension first and then copy the stack into row-major
         order."""
         spec, axes = self._spec, self._spec.definition.axes[name]
         is_gathered = any(map(spec.placement.gathered_axes, jax.tree.leaves(axes, is_leaf=is_axes)))
         if name not in spec.slots or not is_gathered:
-            return super().prepare(stored, axes)
+            return super().prepare(stored_params, axes)
         prepare = super().prepare
 
-        def gather_layer(_: None, stored: Params) -> tuple[None, Params]:
-            return None, jax.tree.map(collectives.row_major, prepare(stored, without_stack_axis(axes)))
+        def gather_layer(_: None, stored_params: Params) -> tuple[None, Params]:
+            return None, jax.tree.map(collectives.row_major, prepare(stored_params, without_stack_axis(axes)))
 
-        return jax.lax.scan(gather_layer, None, stored, unroll=_GATHER_UNROLL)[1]
+        return jax.lax.scan(gather_layer, None, stored_params, unroll=_GATHER_UNROLL)[1]
 
 
 class SummedWhole(GatheredOnce):
