@@ -95,6 +95,7 @@ def _largest_layer_bytes(spec: StepSpec) -> int:
 
 
 _COLLECTIVE_OVERLAP_LIMIT = "xla_gpu_experimental_parallel_collective_overlap_limit"
+"""The option that sets how many collectives may run at once."""
 
 _FUSION_EMITTERS = "xla_cpu_use_fusion_emitters"
 """An option of jaxlib 0.10. Version 0.12 removed it, because that version has only the newer emitters."""

@@ -73,8 +73,8 @@ def loss_and_gradients(spec: StepSpec, params: Params, buffers: Params, batch: B
     step = prepare_step(spec, params, buffers, batch, spec.schedule, row_keys)
     final_carry = step.run(functools.partial(_tick, step), _start(step), _last_tick(step))
     gradient_squares = final_carry.squares
-    if step.small is not None and not step.small.from_first_microbatch:
-        gradient_squares = squares(spec, step.small, final_carry.gradients)
+    if step.small_batches is not None and not step.small_batches.from_first_microbatch:
+        gradient_squares = squares(spec, step.small_batches, final_carry.gradients)
     return Results(
         final_carry.sums, final_carry.layer_sums, step.weights.finish(final_carry.gradients), gradient_squares
     )
@@ -130,10 +130,11 @@ class Step:
     layers: dict[str, Layers]
     """The layers of this device's stage, by group."""
     ends: EmbedAndHead
+    """The ends of the model: the embedding, and the final norm, head and loss."""
     fields: Batch
     """The batch's fields, each [A, B, L]."""
     row_keys: RowKeys
-    small: SmallBatches | None
+    small_batches: SmallBatches | None
     """The small batches whose gradients are squared, if requested."""
 
     @property
@@ -256,7 +257,7 @@ class _Carry(NamedTuple):
 
 def _start(step: Step) -> _Carry:
     """Returns the carry before the first tick."""
-    zero_activations, small = step.zero_activations(), step.small
+    zero_activations, batches = step.zero_activations(), step.small_batches
     rows = step.layer_rows(jnp.int32(0))
     allocated_arrays = {
         name: layers.allocate(step.table.slots, zero_activations, rows) for name, layers in step.layers.items()
@@ -264,7 +265,7 @@ def _start(step: Step) -> _Carry:
     pending = jnp.zeros((step.table.pending_slots, *zero_activations.shape), zero_activations.dtype)
     residuals = {name: buffers for name, (buffers, _) in allocated_arrays.items()}
     layer_sums = {name: sums for name, (_, sums) in allocated_arrays.items()}
-    squares_first_microbatch = small is not None and small.from_first_microbatch
+    squares_first_microbatch = batches is not None and batches.from_first_microbatch
     return _Carry(
         arriving=zero_activations,
         returning=zero_activations,
@@ -386,11 +387,11 @@ def _embedding_backward(step: Step, carry: _Carry, plan: TickPlan, x_gradient_BS
 
 def _square_first_gradients(step: Step, carry: _Carry, plan: TickPlan) -> _Carry:
     """Computes the squares of the first microbatch's gradients, in the tick of that microbatch's backward pass."""
-    small, old_squares = step.small, carry.squares
-    if small is None or old_squares is None:
+    batches, old_squares = step.small_batches, carry.squares
+    if batches is None or old_squares is None:
         return carry
     is_first = plan["backward"][step.stage][0] == 0
-    compute = lambda: squares(step.spec, small, carry.gradients)
+    compute = lambda: squares(step.spec, batches, carry.gradients)
     return carry._replace(squares=jax.lax.cond(is_first, compute, lambda: old_squares))
 
 

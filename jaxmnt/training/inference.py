@@ -193,11 +193,11 @@ def _next_token(
             def run_unit(
                 x_BQD: Array, index_and_caches: tuple[Array, Any], layers: Layers = layers
             ) -> tuple[Array, Any]:
-                index, old_entries = index_and_caches
+                unit_index, old_entries = index_and_caches
                 old_entries = old_entries or [None] * layers.layers_per_unit
                 unit_caches = [Cache(cache_length, positions_BQ, entries) for entries in old_entries]
                 for pattern_index, cache in enumerate(unit_caches):
-                    x_BQD = layers.call(index, pattern_index, layer_rows, x_BQD, cache).x_BSD
+                    x_BQD = layers.call(unit_index, pattern_index, layer_rows, x_BQD, cache).x_BSD
                 return x_BQD, [cache.entries for cache in unit_caches]
 
             units = (jnp.arange(group.units), None if caches is None else caches[group.name])

@@ -83,6 +83,7 @@ Tokens = dict[str, Array]
 """The batch fields tokens, targets, weights, segments and positions for the tokens of a chunk, each [C]."""
 
 Loss = Callable[[Logits, Tokens, Train], LossSums]
+"""A loss function. It returns the sums over the tokens of a chunk."""
 
 
 def cross_entropy(logits: Logits, tokens: Tokens, train: Train) -> LossSums:

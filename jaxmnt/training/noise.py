@@ -58,11 +58,11 @@ def small_batches(spec: StepSpec) -> SmallBatches | None:
     return SmallBatches(share, samples, from_first_microbatch, sample_axes)
 
 
-def squares(spec: StepSpec, small: SmallBatches, gradients: Params) -> Array:
+def squares(spec: StepSpec, batches: SmallBatches, gradients: Params) -> Array:
     """Returns the sum of squares, in float32, of one device's gradients or of global gradients. Only gradients whose
     rows are split along the axes of the small batches are included."""
     leaves = named_leaves(gradients, spec.trained_axes)
-    sampled_leaves = [leaf for _, leaf, names in leaves if _sample_axes(spec, names) == small.sample_axes]
+    sampled_leaves = [leaf for _, leaf, names in leaves if _sample_axes(spec, names) == batches.sample_axes]
     return sum((jnp.sum(jnp.square(leaf.astype(jnp.float32))) for leaf in sampled_leaves), jnp.zeros((), jnp.float32))
 
 

@@ -12,8 +12,8 @@ from jaxmnt.parallel.sharding import is_axes, parameter_name
 
 def axes_by_name(axes: Any) -> dict[str, Any]:
     """Maps the name of each parameter, such as layers.attention.query, to its logical axes."""
-    leaves = jax.tree.leaves_with_path(axes, is_leaf=is_axes)
-    return {parameter_name(path): names for path, names in leaves}
+    paths_and_axes = jax.tree.leaves_with_path(axes, is_leaf=is_axes)
+    return {parameter_name(path): names for path, names in paths_and_axes}
 
 
 def match_parameters(patterns: Sequence[str], axes: Any, key: str) -> dict[str, int]:
