@@ -118,13 +118,17 @@ def test_transpose_is_that_of_whole_arrays(name, count):
 @pytest.mark.parametrize(
     ("name", "right", "wrong"),
     [
-        ("sum_over", "_with_transpose(add, add)", "_with_transpose(add, lambda x: x)"),
-        ("sum_over_stages", "_with_transpose(add, add)", "_with_transpose(add, lambda x: 2 * add(x))"),
-        ("broadcast_from_stage", "_with_transpose(add, add)", "_with_transpose(add, lambda x: x)"),
-        ("gather_sequence", "functools.partial(_sum_and_scatter, over))", "lambda x: _sum_and_scatter(over, x) / 2)"),
-        ("scatter_sequence of parts", "functools.partial(_gather, over))", "lambda x: 2 * _gather(over, x))"),
+        ("sum_over", "_with_transpose(psum, psum)", "_with_transpose(psum, lambda x: x)"),
+        ("sum_over_stages", "_with_transpose(psum, psum)", "_with_transpose(psum, lambda x: 2 * psum(x))"),
+        ("broadcast_from_stage", "_with_transpose(psum, psum)", "_with_transpose(psum, lambda x: x)"),
+        (
+            "gather_sequence",
+            "functools.partial(_sum_and_scatter, mesh_axes))",
+            "lambda x: _sum_and_scatter(mesh_axes, x) / 2)",
+        ),
+        ("scatter_sequence of parts", "functools.partial(_gather, mesh_axes))", "lambda x: 2 * _gather(mesh_axes, x))"),
         ("share_of", "x / placement.num_shards(axis)", "x"),
-        ("shift_stage forward=True circular=False", "(hand(ahead), hand(back))", "(hand(ahead), hand(ahead))"),
+        ("shift_stage forward=True circular=False", "(send, send_back)", "(send, send)"),
     ],
 )
 def test_a_wrong_factor_is_found(name, right, wrong, tmp_path):
