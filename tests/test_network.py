@@ -156,7 +156,10 @@ def test_a_run_directory_that_is_not_shared(on_all, tmp_path):
     (tmp_path / "run").mkdir()
     ended = on_all("preflight", private={2: tmp_path / "run"}, extra=FROM_A_LAUNCHER)
     assert [code for code, _ in ended] == [3, 3, 3], ended
-    assert f"run directory: h2: {tmp_path / 'run'}: a file that another process has written there is not visible" in ended[0][1]
+    assert (
+        f"run directory: h2: {tmp_path / 'run'}: a file that another process has written there is not visible"
+        in ended[0][1]
+    )
 
 
 def test_without_a_launchers_key_a_run_directory_that_is_not_shared_is_seen_by_its_key(lab, on_all, tmp_path):

@@ -64,8 +64,9 @@ def faults_of(
     """Returns the cost of failures for a run on a number of devices, each of which has `state_bytes`. `hours_between`
     are the mean hours between failures of the whole run. Its default comes from published failures of GPUs."""
     if hours_between is None:
-        hours_between = 1 / (INTERRUPTIONS_PER_DEVICE_HOUR * devices)
-    between_seconds = 3600 * hours_between
+        between_seconds = 3600 / (INTERRUPTIONS_PER_DEVICE_HOUR * devices)
+    else:
+        between_seconds = 3600 * hours_between
     return Faults(
         between_seconds=between_seconds,
         blocked_seconds=1.0 + state_bytes / COPY_RATE,
