@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     from jaxmnt.distributed.termination import ExitHandler
 
 
-def main(arguments: list[str]) -> int:
+def main(arguments: list[str], *, owns_process: bool = False) -> int:
+    """Runs the command. With `owns_process` nothing follows it in this process, so it ignores signals at its end."""
     clock = StartClock(of_process=True)
     options = parse_arguments(arguments)
     config = load_config(options.config, options.overrides)
@@ -49,13 +50,19 @@ def main(arguments: list[str]) -> int:
         from jaxmnt.distributed.termination import ExitHandler
 
         exit_handler = ExitHandler(identity.label)
-        run = lambda: meet_and_train(config, options, identity, exit_handler, clock, work)
+        run = lambda: meet_and_train(config, options, identity, exit_handler, clock, work, owns_process)
         code = report(run, debug=options.debug, where=identity.label)
         return exit_handler.finish(code, at_once=not identity.alone)
 
 
 def meet_and_train(
-    config: Config, options: Namespace, identity: Identity, exit_handler: "ExitHandler", clock: StartClock, work: Work
+    config: Config,
+    options: Namespace,
+    identity: Identity,
+    exit_handler: "ExitHandler",
+    clock: StartClock,
+    work: Work,
+    owns_process: bool,
 ) -> int:
     """Joins the other processes of the run and trains with them, or repeats steps for `--replay`.
 
@@ -103,7 +110,10 @@ def meet_and_train(
         process = stack.enter_context(run_process(config, identity, heartbeat, clock, stop))
         if options.replay is not None:
             return replay(process, *options.replay)
-        return train_in(process, ResumeFlags(options.accept_changes, options.fresh), notes.run_opened)
+        code = train_in(process, ResumeFlags(options.accept_changes, options.fresh), notes.run_opened)
+        if owns_process:
+            stop.ignore_afterwards()
+        return code
 
 
 def train(
@@ -139,7 +149,7 @@ sys.modules[__name__].__class__ = _CallableModule
 
 def command(arguments: list[str]) -> int:
     try:
-        return main(arguments)
+        return main(arguments, owns_process=True)
     finally:
         early_signals.ignore()
 

@@ -64,6 +64,7 @@ class StopRequest:
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._listen, name="stop", daemon=True)
         self._scope = contextlib.ExitStack()
+        self._ignores_afterwards = False
 
     @property
     def wanted(self) -> bool:
@@ -103,6 +104,11 @@ class StopRequest:
             except OSError as error:
                 remark(f"note: {self._stop_file} cannot be removed: {error.strerror}; the next start will stop at once")
 
+    def ignore_afterwards(self) -> None:
+        """Ignores stop signals once this listener ends, because the exit code of the process is final. Otherwise a
+        signal between the end of the listener and the end of the process would replace the code."""
+        self._ignores_afterwards = True
+
     def __enter__(self) -> "StopRequest":
         self._wakeup_read, self._wakeup_write = socket.socketpair()
         self._wakeup_write.setblocking(False)
@@ -118,7 +124,10 @@ class StopRequest:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._scope.close()
+        if self._ignores_afterwards:
+            early_signals.ignore()
+        else:
+            self._scope.close()
         self._end.set()
         with contextlib.suppress(OSError):
             self._wakeup_write.send(b"\0")
