@@ -492,7 +492,7 @@ def test_programs_of_several_cpus_are_not_kept():
         assert sum(clock.compile_cache.values()) == asked
 
 
-@pytest.mark.parametrize("harm", ["emptied", "split_array", "a bit", "exchanged", "without a seal"])
+@pytest.mark.parametrize("harm", ["emptied", "cut", "a bit", "exchanged", "without a seal"])
 def test_an_entry_that_is_not_what_was_written_there_is_named_and_made_again(tmp_path, capfd, harm):
     cache = LRUCache(str(tmp_path), max_size=-1)
     programs = {"jit_a-1-sealed": b"program a", "jit_b-2-sealed": b"program b"}
@@ -502,7 +502,7 @@ def test_an_entry_that_is_not_what_was_written_there_is_named_and_made_again(tmp
     paths = sorted(tmp_path.iterdir())
     one, other = (path.read_bytes() for path in paths)
     content = {
-        "emptied": b"", "split_array": one[:-3], "a bit": bytes([one[0] ^ 1]) + one[1:], "exchanged": other,
+        "emptied": b"", "cut": one[:-3], "a bit": bytes([one[0] ^ 1]) + one[1:], "exchanged": other,
         "without a seal": b"program a",
     }  # fmt: skip
     paths[0].write_bytes(content[harm])
@@ -540,7 +540,7 @@ def test_another_cpu_has_another_folder(monkeypatch):
 
 @pytest.fixture
 def quick_lock(monkeypatch):
-    for name, value in {"_BEAT": 0.02, "_SILENCE": 0.5, "_LEAVING": 0.2, "_LOOK": 0.02}.items():
+    for name, value in {"_BEAT": 0.02, "_SILENCE_TIMEOUT": 0.5, "_EXIT_TIMEOUT": 0.2, "_POLL": 0.02}.items():
         monkeypatch.setattr(lock, f"{name}_SECONDS", value)
 
 
@@ -724,7 +724,7 @@ def test_what_was_cut_off_is_removed_and_what_was_lost_is_kept(tiny, finished):
     (root / "15.unfinished").write_text("being written\n")
     (root / "12.unfinished").write_text("being removed\n")
     cut_off, damaged = commit.clean_up(root, None)
-    assert cut_off == [f"removed {root / '15'}, which was split_array off while it was being written"]
+    assert cut_off == [f"removed {root / '15'}, which was cut off while it was being written"]
     assert ["it has no commit marker" in line and "kept as" in line for line in damaged] == [True, True]
     assert sorted(path.name for path in root.iterdir()) == ["10.damaged", "20.damaged"]
 

@@ -449,7 +449,7 @@ def opened(config, **flags) -> ResumePoint:
 
 @pytest.fixture
 def quick_lock(monkeypatch):
-    for name, value in {"_BEAT": 0.02, "_SILENCE": 0.06, "_LEAVING": 0.06, "_LOOK": 0.02}.items():
+    for name, value in {"_BEAT": 0.02, "_SILENCE_TIMEOUT": 0.06, "_EXIT_TIMEOUT": 0.06, "_POLL": 0.02}.items():
         monkeypatch.setattr(lock, f"{name}_SECONDS", value)
 
 

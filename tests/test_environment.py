@@ -218,7 +218,7 @@ def test_gpus_that_cannot_be_shared_out():
 
 def test_a_survey_says_where_it_looked():
     found = survey(Cluster(), env.SLURM_TASK_A_NODE | {"RANK": "0"} | {"WORLD_SIZE": ""}, PLAIN, 4)
-    assert found.source == "slurm" and found.read["SLURM_PROCID"] == "1"
+    assert found.source == "slurm" and found.used["SLURM_PROCID"] == "1"
     assert found.ignored == {"torchrun": "does not say which process this is (RANK=0)"}
     found = survey(Cluster(launcher="slurm"), env.SLURM_TASK_A_NODE | env.TORCHRUN, PLAIN, 4)
     assert found.ignored["torchrun"].startswith("another launcher was chosen (RANK=5")

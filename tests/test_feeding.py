@@ -148,7 +148,7 @@ def test_epochs_are_reported(reference, mixture, tmp_path):
     [
         (lambda sources: sources.pop("other"), "other was removed"),
         (lambda sources: sources.update(third=dict(sources["other"])), "third was added"),
-        (lambda sources: sources["other"].update(path=sources["words"]["path"]), "other holds something else"),
+        (lambda sources: sources["other"].update(path=sources["words"]["path"]), "other has other content"),
     ],
 )
 def test_other_sources_are_named(mixture, tmp_path, reference, change, message):

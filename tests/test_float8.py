@@ -116,7 +116,7 @@ def test_float8_that_no_product_would_use_is_refused(least, kv_heads, in_float8)
     assert engine.trace_step(spec).products == (in_float8, 8 * 7)
     assert any(note.startswith(f"train.precision: {in_float8} of the 56 products") for note in notes(spec))
     if not in_float8:
-        with pytest.raises(ConfigError, match=r"train.precision: none of the 56 products .*precision=bfloat16"):
+        with pytest.raises(ConfigError, match=r"train.precision: none of the 56 matrix products .*precision=bfloat16"):
             compile_step(spec, state)
 
 

@@ -262,7 +262,7 @@ def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     from jaxmnt.telemetry import writer
 
     for module, names in (
-        (lock, ("_SILENCE_SECONDS", "_LEAVING_SECONDS", "_LOOK_SECONDS")),
+        (lock, ("_SILENCE_TIMEOUT_SECONDS", "_EXIT_TIMEOUT_SECONDS", "_POLL_SECONDS")),
         (heartbeat, ("_DRAIN_TIMEOUT_SECONDS", "_LOST_PEER_TIMEOUT_SECONDS")),
         (rendezvous, ("_RETRY_SECONDS", "_RETRY_REFUSED_SECONDS", "POLL_SECONDS")),
         (rendezvous_server, ("_NOTIFY_TIMEOUT_SECONDS",)),

@@ -279,7 +279,7 @@ def test_a_run_goes_on_only_with_the_same(asked, module):
     assert train(config, devices=jax.devices()[:1]) == ExitCode.STOPPED
     other = module(MODULE.replace("range(300)", "range(301)"))
     changed = asked("train.steps=3", "optimizer.warmup_steps=1", train=f"{other}.documents")
-    with pytest.raises(ConfigError, match="other data: data holds something else"):
+    with pytest.raises(ConfigError, match="other data: data has other content"):
         train(changed, devices=jax.devices()[:1])
 
 
@@ -358,14 +358,14 @@ BAD = """
     [
         ("iterated", "documents", "is an IterDataset, which has no random access; give a grain.MapDataset"),
         ("generator", "documents", "is a generator, not a grain.MapDataset"),
-        ("listed", "documents", "is a list, not a grain.MapDataset; make it one: grain.MapDataset.source"),
+        ("listed", "documents", "is a list, not a grain.MapDataset; convert it with grain.MapDataset.source"),
         ("endless", "documents", r"is endless; leave out repeat\(\)"),
         ("unknown", "documents", "has no len|length of .* is unknown"),
         ("empty", "documents", "is empty; give a dataset with elements"),
         ("text", "documents", r"element 0 of .*text is not a mapping with tokens, but the fields \['text'\]"),
         ("bare", "documents", "element 0 of .*bare is not a mapping with tokens, but a value of type int"),
         ("good", "rows", r"is not a mapping with tokens and targets, but the fields \['tokens'\]"),
-        ("holes", "rows", "element 1 of .*holes is None, as where a filter removes an element"),
+        ("holes", "rows", "element 1 of .*holes is None, as if a filter had removed an element"),
         ("foreign", "documents", "element 0 of .*foreign has 256 among its tokens, which must be from 0 to 255"),
         ("ragged", "documents", "has tokens that are not an array .*; give a vector of numbers"),
         ("floats", "documents", r"has tokens of type float64 and shape \[20\]; give a vector of integers"),
@@ -390,7 +390,7 @@ def test_what_cannot_be_a_source(asked, module, name, kind, words):
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("short", "has 20 tokens, and data.sequence_length is 32; make them equal"),
+        ("short", "has 20 tokens, but data.sequence_length is 32; make them equal"),
         ("several", "keeps documents apart by segments and positions; set data.document_mask: true"),
         ("padded", "has targets in segment 0, which is padding; number documents from 1"),
         ("scattered", "has a segment in several places; the tokens of a document must be contiguous"),
@@ -440,7 +440,7 @@ def test_a_dataset_that_is_changed_where_no_sample_is_taken_is_another(asked, mo
     assert train(config, devices=jax.devices()[:1]) == ExitCode.STOPPED
     text = MODULE.replace("integers(5, 90))", "integers(5, 90) + int(number == 7))")
     other = asked("train.steps=3", "optimizer.warmup_steps=1", train=f"{module(text)}.documents")
-    samples = [open_sources(one.data).parts["data"].sampled for one in (config, other)]
+    samples = [open_sources(one.data).parts["data"].sample_digest for one in (config, other)]
     if samples[0] != samples[1]:
         pytest.fail("the document that has changed is a sample: choose another for this test")
     shutil.rmtree(tmp := Path(config.run.dir) / "data_index")
@@ -463,7 +463,7 @@ def test_few_documents_among_holes_are_a_dataset(asked, module):
     assert open_sources(asked(train=f"{few}.some").data).parts["data"].documents("train") == 42
     stream = open_sources(asked(train=f"{few}.late").data).parts["data"].stream("train")
     assert stream.has_learn_mask, "one of them has weights, and no sample"
-    with pytest.raises(ConfigError, match=r"data\.grain\.train: .*none has no documents; give a dataset that has some"):
+    with pytest.raises(ConfigError, match=r"data\.grain\.train: .*none has no documents; give a dataset with documents"):
         open_sources(asked(train=f"{few}.none").data).parts["data"].tokens("train")
 
 
@@ -476,8 +476,8 @@ def test_a_folder_that_cannot_be_written_is_a_message(asked, tmp_path):
 
 
 def test_an_index_that_does_not_appear_is_named(asked, monkeypatch):
-    monkeypatch.setattr(grain_source, "_APPEARS_SECONDS", 0.2)
-    monkeypatch.setattr(grain_source, "_LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(grain_source, "_INDEX_TIMEOUT_SECONDS", 0.2)
+    monkeypatch.setattr(grain_source, "_POLL_SECONDS", 0.05)
     config = asked()
     with pytest.raises(
         PreflightError, match=r"process 0 has written .*data_index/.*-train, but .* cannot read all of it"

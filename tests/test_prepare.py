@@ -480,7 +480,7 @@ def test_odd_text_files(tmp_path):
         (
             lambda p: (p / "t").write_text("a"),
             {"end_token": "x"},
-            r"--end-token: bytes have an end of document of their",
+            r"--end-token: the tokenizer bytes has its own end of document",
         ),
         (lambda p: (p / "t").write_text("a"), {"reading": Reading(chat=True)}, r"--chat: .*in/t holds no records"),
         (

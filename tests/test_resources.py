@@ -169,7 +169,7 @@ def test_a_run_says_what_it_takes_and_names_a_slow_device(tiny, monkeypatch, cap
 
     monkeypatch.setattr(TimedProduct, "__call__", times)
     monkeypatch.setattr(monitoring, "reader_of_gpus", lambda devices: lambda: GpuReader(["0", "1"], nvml))
-    finished = monitoring.Monitoring.finished
+    finished = monitoring.Monitoring.check_loss
 
     def see(self, step, loss):
         if step == 10:

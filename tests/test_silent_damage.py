@@ -115,7 +115,7 @@ def test_steps_taken_again_are_the_same(tiny_file, tmp_path):
         (["--replay", "10"], "'10' is not FROM:TO"),
         (["--replay", "15:10"], "is not FROM:TO"),
         (["--replay", "11:12"], "has no checkpoint of step 11; there are: 10, 15, 20"),
-        (["--replay", "10:12", "optimizer.beta1=0.5"], "--replay: optimizer.beta1 is not what it was"),
+        (["--replay", "10:12", "optimizer.beta1=0.5"], "--replay: optimizer.beta1 has changed"),
     ],
 )
 def test_what_cannot_be_taken_again(tiny_file, whole_run, arguments, words):

@@ -221,7 +221,7 @@ def test_other_data_is_refused_and_moved_data_is_not(tiny, whole_run, tmp_path):
     manifest = tmp_path / "moved" / "manifest.json"
     other = {k: v for k, v in json.loads(manifest.read_text()).items() if k != "seal"} | {"eval_fraction": 0.5}
     manifest.write_text(json.dumps(sealed(other)))
-    with pytest.raises(ConfigError, match=r"with other data: data holds something else"):
+    with pytest.raises(ConfigError, match=r"with other data: data has other content"):
         train(tiny(f"data.path={tmp_path / 'moved'}", "train.steps=22"), devices=one_device())
 
 
