@@ -111,12 +111,13 @@ def winner(answers: Sequence[Answer], request: PlanRequest) -> PricedPlan | None
 
 
 _MIN_SCALING = 0.8
-"""Minimum scaling exponent at which more GPUs still pay off, as a share of a proportional speed-up."""
+"""Minimum slope of the speed over the number of GPUs, on logarithmic axes, at which more GPUs still pay off: with twice
+the GPUs, a run must be 2^0.8 = 1.74 times as fast."""
 
 
 def knee(answers: Sequence[Answer]) -> int | None:
-    """Returns the number of GPUs from which on more GPUs attain less than 80 % of a proportional speed-up, or None if
-    all numbers attain it."""
+    """Returns the number of GPUs from which on twice the GPUs would be less than 1.74 times as fast, or None if all
+    numbers scale better."""
     points = [(answer.gpus, answer.priced[0].goal.seconds) for answer in answers if answer.priced]
     points = [(gpus, seconds) for gpus, seconds in points if math.isfinite(seconds)]
     for (fewer_gpus, fewer_gpus_seconds), (gpus, seconds) in itertools.pairwise(points):

@@ -58,7 +58,7 @@ def _gpu_table(answers: Sequence[Answer]) -> list[str]:
             continue
         fastest = answer.priced[0]
         is_knee = answer.gpus == knee_gpus
-        mark = "  <- the knee: more GPUs attain less than 80 % of a proportional speed-up" if is_knee else ""
+        mark = "  <- the knee: from here on, twice the GPUs are less than 1.74 times as fast" if is_knee else ""
         rows.append((
             str(answer.gpus), seconds_text(fastest.plan.seconds), f"{fastest.tokens_per_second:,.0f}",
             f"{fastest.faults.goodput:.1%}", span(fastest.goal.seconds), money(fastest.goal.cost),
