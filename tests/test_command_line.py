@@ -254,7 +254,10 @@ def test_arguments_of_the_training_before_the_dashes(more):
         ("run: {dir: !!timestamp x}", "not valid YAML"),
         ("seed: !!int x", "not valid YAML"),
         ("5: 3\n", "the key 5 must be text; put it in quotes"),
-        ("data:\n  skip:\n  - from_row: 1\n    rows: -1\n", "a.yaml:4: data.skip.0.rows: must be an integer of at least 1"),
+        (
+            "data:\n  skip:\n  - from_row: 1\n    rows: -1\n",
+            "a.yaml:4: data.skip.0.rows: must be an integer of at least 1",
+        ),
     ],
 )
 def test_what_is_wrong_with_a_file_is_told_with_its_line(tmp_path, text, told):

@@ -111,8 +111,8 @@ def winner(answers: Sequence[Answer], request: PlanRequest) -> PricedPlan | None
 
 
 _MIN_SCALING = 0.8
-"""Minimum slope of the speed over the number of GPUs, on logarithmic axes, at which more GPUs still pay off: with twice
-the GPUs, a run must be 2^0.8 = 1.74 times as fast."""
+"""Minimum slope of the speed over the number of GPUs, on logarithmic axes, at which more GPUs still pay off: with
+twice the GPUs, a run must be 2^0.8 = 1.74 times as fast."""
 
 
 def knee(answers: Sequence[Answer]) -> int | None:
