@@ -63,7 +63,7 @@ class Vocabulary:
         return ids
 
     def with_start(self, ids: list[int]) -> list[int]:
-        """Returns the ids of a text after the ids that precede it. The result is empty only if neither has any ids."""
+        """Returns `start` and the ids of a text. If both are empty, returns `end` alone, if there is one."""
         return self.start + ids or ([] if self.end is None else [self.end])
 
 

@@ -56,7 +56,7 @@ TOKEN_AXES = axes_that_split("rows", "length")
 GATHERING_AXES = tuple(axis.name for axis in AVAILABLE_AXES if axis.gathers_weights)
 """Axes along which the parameters are stored in shards, and gathered before use."""
 REPLICA_AXES = tuple(name for name in BATCH_AXES if name not in GATHERING_AXES)
-"""Axes whose devices each hold a full replica of whatever the other axes split."""
+"""Batch axes along which parameters are replicated, not split."""
 [STAGE_AXIS] = axes_that_split("layers")
 
 

@@ -201,7 +201,7 @@ class Sources:
         return sum(part.tokens(split) for part in self.parts.values())
 
     def at(self, paths: dict[str, Path]) -> "Sources":
-        """Returns the same sources, with prepared data in these folders instead, by name."""
+        """Returns these sources with the prepared data of each name in `paths` read from that folder."""
         moved = {
             name: replace(part, path=paths[name]) for name, part in self.parts.items() if isinstance(part, PreparedData)
         }

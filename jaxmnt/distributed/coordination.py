@@ -213,7 +213,7 @@ class Vote:
         return reason or None
 
     def _collect(self) -> str:
-        """Waits for all answers in process 0. Returns why the round failed, or an empty text."""
+        """Waits for all answers in process 0. Returns why the round failed, or an empty string."""
         for process in range(1, self._identity.processes):
             deadline = time.monotonic() + self._seconds
             while process not in self._answers and not self._failure():

@@ -54,13 +54,14 @@ class Part(NamedTuple):
         return (part * rows, 0) if by_rows else (0, part * columns)
 
     def to_parameter(self, matrix: Any) -> Any:
-        """Returns the array of the parameter from its rows and columns of the tensor, in NumPy or JAX."""
+        """Converts this part of the tensor to the array of the parameter. Takes arrays of NumPy or JAX."""
         is_transposed = self.tensor.transposed and self.tensor.inputs > 0
         return (matrix.T if is_transposed else matrix).reshape(self.shape)
 
 
 Parts = dict[str, list[Part]]
-"""Tensors of each parameter, by its name, such as layers.attention.query. A stack has one for each of its layers."""
+"""For each parameter name, such as layers.attention.query, the parts of tensors that store it: one part, or one for
+each layer if the parameter is a stack over layers."""
 
 
 def parts_of(definition: Definition) -> Parts:
@@ -86,7 +87,7 @@ def parts_of(definition: Definition) -> Parts:
         else:
             tensors, shape = hf_format.layer, leaf.shape[1:]
             key, layers = in_group, layer_numbers[group][0]
-            # If its pattern has several layers, the group's tree has an index for each of them.
+            # A group whose pattern has several layers has a subtree for each position in it, named by the index.
             index, _, in_layer = in_group.partition(".")
             if index.isdecimal():
                 key, layers = in_layer, layer_numbers[group][int(index)]

@@ -33,7 +33,7 @@ MAX_DOCUMENTS_PER_ROW = 64
 """Maximum number of documents per row in one call, on average over the rows."""
 
 _MAX_OFFSET = 2**31 - 1
-"""Largest offset of a document. Offsets are int32 and count the numbers in the queries, not the tokens."""
+"""Largest offset of a document. Offsets are int32 and count elements of the query array, not tokens."""
 
 
 def is_cudnn_attention(primitive: Any, *_: Any, **__: Any) -> bool:

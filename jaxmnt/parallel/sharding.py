@@ -99,8 +99,8 @@ SCALES_AND_BIASES = {"norm", "bias"}
 """Logical axes of scales and biases, which have few parameters and no weight decay."""
 
 OVERRIDES = {"embed": BATCH_AXES} | {axis: RULES[axis] for axis in ("heads", "kv_heads", "mlp")}
-"""Logical axes that `mesh.rules` may change, and the mesh axes over which each may be split, because the communication
-that this requires is implemented."""
+"""Logical axes that `mesh.rules` may change, and the mesh axes over which each may be split. Others are refused,
+because their communication is not implemented."""
 
 MAX_REPLICATED_SHARE = 0.02
 """The maximum share of a model's parameters that may be whole on every device although a mesh axis could split them."""
@@ -110,9 +110,8 @@ Axes = tuple[str | None, ...]
 
 
 Overlap = Literal["off", "ring", "rows"]
-"""The computation on a device while activations are communicated along `model`. It is none with `off`. With `ring` it
-is on other pieces of the length, which arrive one after another. With `rows` it is on the other half of the
-microbatch's rows."""
+"""Work that a device does while activations travel along `model`: none (`off`), pieces of the sequence that have
+already arrived (`ring`), or the other half of the microbatch's rows (`rows`)."""
 
 
 @dataclass(frozen=True)
@@ -309,6 +308,7 @@ def _check_divisible(config: Config, placement: Placement) -> None:
         if size % num_shards:
             names = " × ".join(f"mesh.{name} {placement.sizes[name]}" for name in placement.mesh_axes(axis))
             raise ConfigError(f"{key}: {size} is not divisible by {names}; change one of them")
+    # Raises if the global batch cannot be split evenly.
     num_microbatches(config, placement.sizes)
 
 

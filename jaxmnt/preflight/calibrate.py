@@ -459,7 +459,7 @@ def _device_groups(devices: Sequence[jax.Device], hosts: Sequence[str]) -> Itera
     grid = np.array([host_devices[:per_host] for host_devices in by_host.values()])  # [hosts, devices of a host]
     if {device.process_index for device in grid.flat} != {device.process_index for device in devices}:
         return
-    # If there are several racks, nothing tells which hosts share one, so links between racks are not measured.
+    # A rack counts as one host. It is not known which hosts share a rack, so nothing is measured between hosts then.
     places = [(WITHIN_HOST, grid)] if in_racks else [(WITHIN_HOST, grid), (BETWEEN_HOSTS, grid.T)]
     for place, rows in places:
         max_group = rows.shape[1]
@@ -493,7 +493,7 @@ def _measure_between_products(
 ) -> tuple[float, float]:
     """Returns the seconds that sending and the products take in one iteration of a loop.
 
-    Sending takes the difference between a loop that multiplies and sends, and a loop that only multiplies.
+    The time of sending is that of a loop that multiplies and sends, minus that of a loop that only multiplies.
     """
     square_NN = bench.random_array((scale.work_width, scale.work_width), mesh=mesh)
 

@@ -30,7 +30,7 @@ class Traffic:
 
 
 def ethernet(root: Path = Path("/sys")) -> Traffic:
-    """Reads the network interfaces that are devices or, in a container, which sees no devices, all but the loopback."""
+    """Reads the physical network interfaces. In a container, where none are visible, reads all except the loopback."""
     interfaces = [path for path in folder_entries(root / "class" / "net") if path.name != "lo"]
     devices = [path for path in interfaces if (path / "device").exists()]
     folders = {path.name: path / "statistics" for path in devices or interfaces}

@@ -67,14 +67,13 @@ def _process_age_seconds() -> float:
 _MIN_UPDATE_SECONDS = 0.1
 """Minimum time between two updates on a terminal."""
 _HOLD_SECONDS = 0.8
-"""Time, in addition to `_MIN_UPDATE_SECONDS`, for which a line stays before the status of a long phase replaces it."""
+"""Extra time, after `_MIN_UPDATE_SECONDS`, that a line stays before the status of a long phase replaces it."""
 _MIN_PRINT_SECONDS = 10.0
 """Minimum time between two updates without a terminal."""
 _WORK_UPDATE_SECONDS = 1.0
-"""Time for which a command works before it shows what it is doing, and the time between two updates of that line."""
+"""Delay before a command shows what it is doing, and the interval between two updates of that line."""
 _FIRST_LINE_SECONDS, _NEXT_LINE_SECONDS = 2.0, 30.0
-"""Time for which a phase lasts before a line about it is printed without a terminal, and the time until the next
-line."""
+"""Without a terminal: how long a phase lasts before its first line is printed, and the interval between later lines."""
 _MAX_BAR_CELLS = 20
 _WARNING = "WARNING"
 RELAY_MARK = "\x1b[2K"
@@ -85,7 +84,7 @@ class StatusLine:
     """A status line that is rewritten in place on a terminal. Without a terminal, it is printed now and then."""
 
     relay_columns: ClassVar[int] = 0
-    """Number of columns that a launcher leaves for this process's lines on its terminal; 0 without such a terminal."""
+    """Columns that are available on the launcher's terminal for lines of this process; 0 if it has no terminal."""
 
     def __init__(self, out: TextIO, *, quiet: bool = False):
         self._out = out

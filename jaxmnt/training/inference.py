@@ -89,8 +89,8 @@ class Sampling:
     top_k: int = 0
     """The number of likeliest tokens from which one is sampled. 0 means all tokens."""
     top_p: float = 1.0
-    """The probability that the sampled tokens must have together: a token is sampled from the smallest set of likeliest
-    tokens with this probability (Holtzman et al. 2019, arXiv:1904.09751)."""
+    """Minimum total probability of the candidates: a token is sampled from the smallest set of likeliest tokens that
+    reaches it (Holtzman et al. 2019, arXiv:1904.09751)."""
     seed: int = 0
 
 

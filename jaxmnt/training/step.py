@@ -92,7 +92,8 @@ def updates_applied(state: State) -> Array:
 
 
 def _mean_or_nan(has_targets: Array, value: Array) -> Array:
-    """Returns a mean over targets, or NaN if there are none. An integer is a count and is returned unchanged."""
+    """Replaces a floating-point `value`, which is a mean over targets, by NaN if there are no targets. An integer is a
+    count and is returned unchanged."""
     is_mean = jnp.issubdtype(jnp.result_type(value), jnp.floating)
     return jnp.where(has_targets, value, jnp.nan) if is_mean else jnp.asarray(value)
 
@@ -124,7 +125,7 @@ class MeanGradients(NamedTuple):
     """Loss and gradients of a global batch."""
 
     sums: LossSums
-    """Sums over all real targets, with the layers' terms in `loss`."""
+    """Sums over all real targets. `loss` includes the auxiliary losses of the layers."""
     tokens: Array
     """The number of real targets."""
     scale: Array

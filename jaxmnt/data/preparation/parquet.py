@@ -167,7 +167,7 @@ _MIN_PAGE_LIMIT = 2**27
 
 
 def read_parquet(piece: Piece, report: Report) -> Iterator[Document]:
-    """Yields the documents of these row groups. Raises `ConfigError` if the file is damaged."""
+    """Yields the documents of the piece's row groups. Raises `ConfigError` if the file is damaged."""
     from pyarrow import ArrowException
 
     file, reading = piece.file, report.reading
