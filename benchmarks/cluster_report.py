@@ -1,4 +1,6 @@
-"""Evidence from GPUs: about 20 minutes on one or two hosts, then one JSON file and one page to attach to an issue.
+"""Collects evidence on one or two hosts with GPUs: one JSON file and one page to attach to an issue.
+
+Its parts are sized for about 20 minutes, which has not been timed on GPUs yet.
 
     python benchmarks/cluster_report.py                                    one host, all of its GPUs
     srun -N 2 --ntasks-per-node 1 python benchmarks/cluster_report.py      two hosts, with a folder that both see
@@ -29,6 +31,8 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+from gpu import lines, plan_target, query_gpus
 
 from jaxmnt.config.schema import Cluster as ClusterSettings
 from jaxmnt.distributed.identity import VARIABLES, identify
@@ -104,8 +108,7 @@ class Cluster:
 
     def records(self, name: str, file: str = "metrics.jsonl", kind: str = "train") -> list[Result]:
         """Returns the records of a kind that a run has written."""
-        lines = (self.folder / "runs" / name / file).read_text(encoding="utf-8").splitlines()
-        return [record for record in map(json.loads, lines) if record.get("kind") == kind]
+        return lines(self.folder / "runs" / name, file, kind)
 
     def losses(self, name: str) -> list[float]:
         """Returns the loss of each step of a run."""
@@ -114,11 +117,7 @@ class Cluster:
 
 def gpu_memory_mib() -> list[float]:
     """Returns the memory of each GPU of this host. Ends the command if there is none."""
-    query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
-    result = subprocess.run(query, capture_output=True, text=True) if shutil.which(query[0]) else None
-    if result is None or result.returncode:
-        sys.exit("nvidia-smi finds no GPU here; --rehearse runs all parts on CPU devices")
-    return [float(line) for line in result.stdout.split()]
+    return [float(memory) for memory in query_gpus("memory.total")]
 
 
 # -- the parts
@@ -172,12 +171,10 @@ def planned(cluster: Cluster) -> Result | None:
     if cluster.rehearse:
         target = ["--devices", str(2 * cluster.processes)]
     else:
-        query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-        names = subprocess.run(query, capture_output=True, text=True).stdout.lower().splitlines()
-        chip = next((chip for chip in ("b200", "h200", "h100", "a100") if chip in names[0]), None)
+        chip = plan_target()
         if chip is None:
             return None
-        target = ["--target", chip, "--hosts", str(cluster.processes), "--devices-per-host", str(len(names))]
+        target = ["--target", chip, "--hosts", str(cluster.processes), "--devices-per-host", str(len(gpu_memory_mib()))]
     settings = cluster.large("plan", "mesh.data=1", "mesh.fsdp=-1")
     output = cluster.run([*settings, "--dry-run", "--json", *target], JAX_PLATFORMS="cpu")
     plan = json.loads(output)

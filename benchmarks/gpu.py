@@ -75,7 +75,7 @@ class Bench:
     @property
     def memory_gib(self) -> float:
         """Of the GPU."""
-        return float(asked_of_card("memory.total")) / 1024
+        return float(query_gpus("memory.total")[0]) / 1024
 
     @property
     def shape(self) -> Shape:
@@ -91,13 +91,19 @@ class Bench:
         return Shape(**TINY_LONG) if self.rehearse else SMALL
 
 
-def asked_of_card(what: str) -> str:
-    """What nvidia-smi says of the first GPU. Ends the command where there is none."""
-    query = ["nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader,nounits"]
-    told = subprocess.run(query, capture_output=True, text=True) if shutil.which(query[0]) else None
-    if told is None or told.returncode:
+def query_gpus(field: str) -> list[str]:
+    """Returns what nvidia-smi says of each GPU of this host. Ends the command where there is none."""
+    query = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader,nounits"]
+    result = subprocess.run(query, capture_output=True, text=True) if shutil.which(query[0]) else None
+    if result is None or result.returncode:
         sys.exit("nvidia-smi finds no GPU here; --rehearse runs all parts on the CPU")
-    return told.stdout.splitlines()[0].strip()
+    return [line.strip() for line in result.stdout.splitlines()]
+
+
+def plan_target() -> str | None:
+    """Returns the name that `--target` has for the GPUs of this host; None if it has none."""
+    name = query_gpus("name")[0].lower()
+    return next((chip for chip in ("b200", "h200", "h100", "a100") if chip in name), None)
 
 
 def train(bench: Bench, name: str, shape: Shape, *overrides: str, code: int = 0, run: Path | None = None) -> Path:
@@ -141,9 +147,10 @@ def measured(run: Path) -> Result:
 
 def planned(shape: Shape, bench: Bench, *overrides: str) -> float | None:
     """Peak memory by `--dry-run`, in GiB; None for a card that it does not know, or where the plugin is missing."""
-    name = "" if bench.rehearse else asked_of_card("name").lower()
-    chip = next((chip for chip in ("b200", "h200", "h100", "a100") if chip in name), "none")
-    target = ["--devices", "1"] if bench.rehearse else ["--target", chip, "--hosts", "1", "--devices-per-host", "1"]
+    chip = None if bench.rehearse else plan_target()
+    if chip is None and not bench.rehearse:
+        return None
+    target = ["--devices", "1"] if chip is None else ["--target", chip, "--hosts", "1", "--devices-per-host", "1"]
     config = bench.folder / "plan.yaml"
     config.write_text("{}\n")
     command = [
@@ -412,7 +419,7 @@ def run_part(name: str, limit: float, options: argparse.Namespace) -> Result:
 def default_output(rehearse: bool) -> Path:
     if rehearse:
         return Path(tempfile.mkdtemp(prefix="jaxmnt-rehearsal-")) / "results.jsonl"
-    device = re.sub(r"\W+", "-", asked_of_card("name").lower()).strip("-")
+    device = re.sub(r"\W+", "-", query_gpus("name")[0].lower()).strip("-")
     return HERE / "results" / f"{time.strftime('%Y-%m-%d')}-{device}.jsonl"
 
 

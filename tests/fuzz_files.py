@@ -169,12 +169,12 @@ def _staged(folder: Path) -> None:
 
 def _kept(folder: Path) -> None:
     """With the tokenizer as a run keeps it."""
-    from jaxmnt.data.run_tokenizer import tokenizer_of_data, write_to_run
+    from jaxmnt.data.run_tokenizer import tokenizer_of_data, write_tokenizer
     from jaxmnt.data.store import open_prepared
 
     _prepared(folder)
     data = open_prepared(folder / "data")
-    write_to_run(folder, tokenizer_of_data(data.tokenizer, data.vocab_size, data.path))
+    write_tokenizer(folder, tokenizer_of_data(data.tokenizer, data.vocab_size, data.path))
 
 
 def _half_prepared(folder: Path) -> None:

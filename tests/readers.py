@@ -144,9 +144,9 @@ def _start_and_prune(folder: Path) -> Any:
 
 def _kept_tokenizer(folder: Path) -> Any:
     """The one that a run keeps; none is as in a run from before there was that."""
-    from jaxmnt.data.run_tokenizer import read_from_run
+    from jaxmnt.data.run_tokenizer import read_tokenizer
 
-    found = read_from_run(folder)
+    found = read_tokenizer(folder)
     return None if found is None else (found.description, found.vocab_size, found.text)
 
 

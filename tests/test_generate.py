@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from jaxmnt import convert, generate, prepare, score
 from jaxmnt.checkpoint import __main__ as checkpoint
 from jaxmnt.data.chat_template import render
-from jaxmnt.data.run_tokenizer import RunTokenizer, read_from_run, write_to_run
+from jaxmnt.data.run_tokenizer import RunTokenizer, read_tokenizer, write_tokenizer
 from jaxmnt.data.store import open_prepared
 from jaxmnt.data.tokenizer import Bytes, HuggingFace
 from jaxmnt.errors import ConfigError, ExitCode
@@ -120,10 +120,10 @@ def letters_json(path: Path) -> Path:
 
 def token_arrays(folder: Path, end: int | None) -> None:
     """Makes the run one that was trained on token arrays, as far as that shows."""
-    from jaxmnt.data.run_tokenizer import RunTokenizer, write_to_run
+    from jaxmnt.data.run_tokenizer import RunTokenizer, write_tokenizer
 
     for home in (run(folder), folder / "kept" / "a"):
-        write_to_run(home, RunTokenizer({"name": "none", "end_of_document": end}, 257, None))
+        write_tokenizer(home, RunTokenizer({"name": "none", "end_of_document": end}, 257, None))
 
 
 def test_a_run_on_token_arrays_says_what_to_give_and_takes_it(moved, asked, capsys, tmp_path):
@@ -167,7 +167,7 @@ def reseal(path: Path, tokenizer) -> None:
 
 
 def test_a_copy_that_was_changed_is_not_believed_and_is_written_anew(tmp_path):
-    from jaxmnt.data.run_tokenizer import RunTokenizer, read_from_run, tokenizer_of_data, write_to_run
+    from jaxmnt.data.run_tokenizer import RunTokenizer, read_tokenizer, tokenizer_of_data, write_tokenizer
     from jaxmnt.data.tokenizer import HuggingFace, train_bpe
 
     pytest.importorskip("tokenizers")
@@ -175,9 +175,9 @@ def test_a_copy_that_was_changed_is_not_believed_and_is_written_anew(tmp_path):
     (tmp_path / "data" / "tokenizer.json").write_text(train_bpe(["some text, and more of it"] * 3, 300), newline="")
     description = HuggingFace(tmp_path / "data" / "tokenizer.json").description
     found = tokenizer_of_data(description, 300, tmp_path / "data")
-    write_to_run(tmp_path, found)
-    assert read_from_run(tmp_path) == found
-    assert read_from_run(tmp_path).open().encode_batch(["some text"])[0].tolist()
+    write_tokenizer(tmp_path, found)
+    assert read_tokenizer(tmp_path) == found
+    assert read_tokenizer(tmp_path).open().encode_batch(["some text"])[0].tolist()
     before = {path.name: path.read_bytes() for path in (tmp_path / "tokenizer").iterdir()}
     assert sorted(before) == ["manifest.json", "tokenizer.json"]
     rng = np.random.default_rng(0)
@@ -187,29 +187,29 @@ def test_a_copy_that_was_changed_is_not_believed_and_is_written_anew(tmp_path):
             changed[rng.integers(len(changed))] ^= 1 << int(rng.integers(8))
             (tmp_path / "tokenizer" / name).write_bytes(changed)
             with pytest.raises(ConfigError, match="tokenizer is damaged"):
-                read_from_run(tmp_path)
-        write_to_run(tmp_path, found)
+                read_tokenizer(tmp_path)
+        write_tokenizer(tmp_path, found)
         assert (tmp_path / "tokenizer" / name).read_bytes() == content
     for hostile in (b"", b"[" * 99999, b"[]", b'"x"', b"{}", b'{"seal": 3}', b"\xff", b"\x00" * 99, b"NaN"):
         (tmp_path / "tokenizer" / "manifest.json").write_bytes(hostile)
         with pytest.raises(ConfigError, match="tokenizer is damaged"):
-            read_from_run(tmp_path)
+            read_tokenizer(tmp_path)
     for lie in ({"name": "huggingface"}, {"name": 3}, {"name": "bytes", "end_of_document": 300}, {}, []):
         (tmp_path / "tokenizer" / "manifest.json").write_bytes(before["manifest.json"])
         reseal(tmp_path / "tokenizer" / "manifest.json", lie)
         with pytest.raises(ConfigError, match="tokenizer is damaged"):
-            read_from_run(tmp_path)
+            read_tokenizer(tmp_path)
     (tmp_path / "tokenizer" / "tokenizer.json").unlink()
-    write_to_run(tmp_path, found)
-    assert read_from_run(tmp_path) == found
+    write_tokenizer(tmp_path, found)
+    assert read_tokenizer(tmp_path) == found
     (tmp_path / "tokenizer" / "manifest.json").unlink()
-    assert read_from_run(tmp_path) is None, "cut off before the end counts as none"
-    assert read_from_run(tmp_path / "nowhere") is None
+    assert read_tokenizer(tmp_path) is None, "cut off before the end counts as none"
+    assert read_tokenizer(tmp_path / "nowhere") is None
     linked = tmp_path / "linked"
     linked.mkdir()
     (linked / "tokenizer").symlink_to(tmp_path / "tokenizer")
     with pytest.raises(ConfigError, match="is a link"):
-        write_to_run(linked, RunTokenizer({"name": "bytes", "end_of_document": 256}, 257, None))
+        write_tokenizer(linked, RunTokenizer({"name": "bytes", "end_of_document": 256}, 257, None))
 
 
 def lines(path: Path, records) -> str:
@@ -403,7 +403,7 @@ def test_a_model_from_elsewhere_begins_texts_as_its_tokenizer_does(moved, tmp_pa
     pytest.importorskip("tokenizers")
     path = letters_json(tmp_path / "tokenizer.json")
     for home in (run(moved), moved / "kept" / "a"):
-        write_to_run(home, RunTokenizer(HuggingFace(path, "?").description, 12, path.read_text()))
+        write_tokenizer(home, RunTokenizer(HuggingFace(path, "?").description, 12, path.read_text()))
     vocabulary = lambda: find_model(str(run(moved)), None).vocabulary
     assert vocabulary().with_start([1, 2]) == [11, 1, 2]
     (run(moved) / "huggingface").mkdir()
@@ -473,10 +473,10 @@ def test_a_run_becomes_a_folder_with_its_tokenizer(moved, tmp_path, capsys):
     assert (told["eos_token_id"], told["bos_token_id"], told["max_position_embeddings"]) == (256, None, 32)
     assert not (tmp_path / "bytes" / "tokenizer.json").exists(), "bytes have none"
     assert convert.main(["from-hf", str(tmp_path / "bytes"), str(tmp_path / "back")]) == ExitCode.FINISHED
-    assert read_from_run(tmp_path / "back").description == Bytes().description
+    assert read_tokenizer(tmp_path / "back").description == Bytes().description
     path = letters_json(tmp_path / "tokenizer.json")
     for home in (run(moved), moved / "kept" / "a"):
-        write_to_run(home, RunTokenizer(HuggingFace(path, "?").description, 12, path.read_text()))
+        write_tokenizer(home, RunTokenizer(HuggingFace(path, "?").description, 12, path.read_text()))
     assert convert.main(["to-hf", str(run(moved)), str(tmp_path / "letters")]) == ExitCode.FINISHED
     assert json.loads((tmp_path / "letters" / "config.json").read_text())["eos_token_id"] == 11
     assert "rows of the vocabulary are left out, because no id of the run's tokenizer" in capsys.readouterr().out

@@ -68,14 +68,14 @@ def tokenizer_of_data(description: dict[str, Any], vocab_size: int, folder: Path
     return RunTokenizer(description, vocab_size, text)
 
 
-def write_to_run(home: StoragePath, tokenizer: RunTokenizer) -> None:
+def write_tokenizer(home: StoragePath, tokenizer: RunTokenizer) -> None:
     """Writes the tokenizer into a run's directory, unless the directory has it already. Only process 0 calls this.
 
     An incomplete tokenizer is replaced. Raises `UserError` if the tokenizer cannot be written.
     """
     folder = home / FOLDER
     try:
-        if read_from_run(home) == tokenizer:
+        if read_tokenizer(home) == tokenizer:
             return
     except ConfigError:  # the stored tokenizer is damaged, so replace it
         pass
@@ -136,7 +136,7 @@ def _id_definition(text: str) -> Any:
     return model.get("vocab"), merges, added
 
 
-def read_from_run(home: StoragePath) -> RunTokenizer | None:
+def read_tokenizer(home: StoragePath) -> RunTokenizer | None:
     """Returns the tokenizer that a run's directory contains, or None if there is none.
 
     Raises `ConfigError` if the tokenizer is damaged, or if its files cannot be read.
@@ -183,7 +183,7 @@ def tokenizer_of_run(homes: Sequence[StoragePath], settings: Data, folders: Sequ
     for in `folders`. Raises `ConfigError` if no tokenizer is found.
     """
     for home in homes:
-        if tokenizer := read_from_run(home):
+        if tokenizer := read_tokenizer(home):
             return tokenizer
     if settings.synthetic is not None:
         data = SyntheticData(settings.synthetic)

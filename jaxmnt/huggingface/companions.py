@@ -121,7 +121,7 @@ def _without_token_ids(tree: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def write_to_run(root: StoragePath, files: Files) -> None:
+def write_run_files(root: StoragePath, files: Files) -> None:
     """Writes the files into the run directory `root`. Only process 0 calls it."""
     try:
         (root / SUBFOLDER).mkdir(parents=True, exist_ok=True)

@@ -74,9 +74,9 @@ def make_run(folder: Folder, out: Path, dtype: str, report_progress: Callable[[s
     commit(path, Manifest(run, STEP, writer.finish(), tree, tokens=0, data={}, loss=None, lineage=[]))
     (out / "config.yaml").write_text(dump_config(config), encoding="utf-8")
     publish(out / RUN_FILE, json_text({"run": run, "lineage": [], "time": time.time()}, indent=1) + "\n")
-    companions.write_to_run(out, companions.read_files(folder.path))
+    companions.write_run_files(out, companions.read_files(folder.path))
     if tokenizer is not None:
-        run_tokenizer.write_to_run(out, tokenizer)
+        run_tokenizer.write_tokenizer(out, tokenizer)
     return path
 
 

@@ -126,6 +126,8 @@ class StopRequest:
     def __exit__(self, *_: object) -> None:
         if self._ignores_afterwards:
             early_signals.ignore()
+            # Other signals, such as the profiler's, must not be written to a socket that is closed below.
+            signal.set_wakeup_fd(-1)
         else:
             self._scope.close()
         self._end.set()

@@ -41,6 +41,7 @@ class CheckpointManager:
         needed = space_needed(stored_bytes(program.canonical_abstract_state), run.identity.processes)
         self._needed = needed
         self._locks = run.locks
+        self._eval_tokens = config.train.eval_tokens
         self.saver = Saver(self._root, config.checkpoint, needed, run.identity, lambda: _confirm_locks(run.locks))
         self._manifest = partial(
             Manifest,
@@ -130,7 +131,7 @@ class CheckpointManager:
             return
         _confirm_locks(self._locks)
         try:
-            add_loss(self._root / str(step), loss, self._manifest.keywords["config"]["train"]["eval_tokens"])
+            add_loss(self._root / str(step), loss, self._eval_tokens)
         except (OSError, DamagedError) as error:
             self._status.line(
                 f"WARNING the held-out loss of checkpoint {step} could not be added to it: {error}; RUN@best and "

@@ -7,7 +7,7 @@ from typing import Any
 from jaxmnt.checkpoint.commit import Committed
 from jaxmnt.checkpoint.manifest import DamagedError
 from jaxmnt.checkpoint.restore import restore
-from jaxmnt.data.run_tokenizer import tokenizer_of_data, write_to_run
+from jaxmnt.data.run_tokenizer import tokenizer_of_data, write_tokenizer
 from jaxmnt.distributed.malloc import return_free_memory
 from jaxmnt.errors import ConfigError
 from jaxmnt.huggingface import companions
@@ -159,13 +159,13 @@ def _write_description(run: CompiledRun) -> None:
     write_config(run.directory, config)
     tokenizer = tokenizer_of_data(run.data.tokenizer, run.data.vocab_size, run.data.folder)
     for directory in directories:
-        write_to_run(directory, tokenizer)
+        write_tokenizer(directory, tokenizer)
     if start.kind != "own":
         source = config.run.init_from or config.run.fork_from
         files = companions.match_tokenizer(
             companions.read_source_files(start.weights, source, start.checkpoint), tokenizer
         )
         for directory in directories if files else []:
-            companions.write_to_run(directory, files)
+            companions.write_run_files(directory, files)
     for change in start.changes:
         run.events.write("config_change", **change._asdict())
