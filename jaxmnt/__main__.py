@@ -44,7 +44,8 @@ def _dispatch(arguments: list[str]) -> int:
         early_signals.remember()
     if not sys.flags.safe_path:
         sys.path.insert(0, "")  # as python -m does, because a config may name modules in this folder
-    return int(import_module(COMMANDS[command][0]).main(rest))
+    module = import_module(COMMANDS[command][0])
+    return int(module.command(rest) if command == "train" else module.main(rest))
 
 
 def _help() -> str:

@@ -49,7 +49,7 @@ def _from_hf(options: argparse.Namespace, work: Work) -> int:
 
 def _to_hf(options: argparse.Namespace, work: Work) -> int:
     from jaxmnt.checkpoint.refs import find, roots_of, tokenizer_of
-    from jaxmnt.data.tokenizer import BYTES, TOKENIZER_FILE
+    from jaxmnt.data.manifest import BYTES, TOKENIZER_FILE
     from jaxmnt.huggingface import companions
     from jaxmnt.huggingface.export import plan_export, write_export
 

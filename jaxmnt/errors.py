@@ -5,6 +5,7 @@ what to do, without a traceback. Any other exception is a bug of ours and keeps 
 """
 
 import errno
+import functools
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -124,6 +125,12 @@ def remark(text: str) -> None:
     """Shows a line to the user, on stderr. If stderr is closed or full, the line is dropped without an error."""
     with suppress(OSError, ValueError):
         _say(text)
+
+
+@functools.cache
+def remark_once(text: str) -> None:
+    """Shows a line as `remark` does, but each text only once, because the same files are read repeatedly."""
+    remark(text)
 
 
 def _say(text: str) -> None:

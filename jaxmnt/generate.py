@@ -22,7 +22,7 @@ from jaxmnt.telemetry.progress import Work, working
 from jaxmnt.trained_model import (
     RefusedLine,
     add_arguments,
-    checked_size,
+    check_size,
     exit_code_of,
     find_model,
     json_lines,
@@ -238,16 +238,16 @@ def _batches(requests: Iterable[Request | RefusedLine], size: int) -> Iterator[l
 
 
 def _check(options: argparse.Namespace) -> None:
-    checked_size(options, "batch")
+    check_size(options, "batch")
     if options.tokens is not None:
-        checked_size(options, "tokens")
+        check_size(options, "tokens")
     if not 0 <= options.temperature < math.inf:
         raise ConfigError(f"--temperature: {options.temperature:g} is out of range; give a number of at least 0")
     if not -_SEED_LIMIT <= options.seed < _SEED_LIMIT:
         raise ConfigError(
             f"--seed: {options.seed} is out of range; give a number from {-_SEED_LIMIT} to {_SEED_LIMIT - 1}"
         )
-    checked_size(options, "top_k", 0)
+    check_size(options, "top_k", 0)
     if not 0 < options.top_p <= 1:
         raise ConfigError(f"--top-p must be above 0 and at most 1, not {options.top_p:g}")
     if not all(options.stop):

@@ -14,7 +14,7 @@ from jaxmnt.errors import ConfigError, ExitCode, how_to_install, printable
 from jaxmnt.generate import Request, complete
 from jaxmnt.score import ScoreRequest, continuation_of, scores
 from jaxmnt.strict_json import json_text
-from jaxmnt.trained_model import add_arguments, checked_size, find_model
+from jaxmnt.trained_model import add_arguments, check_size, find_model
 
 if TYPE_CHECKING:
     from jaxmnt.trained_model import SelectedModel, TrainedModel
@@ -27,7 +27,7 @@ _DEFAULT_TOKENS = 256
 
 def main(arguments: list[str]) -> int:
     options = _parse(arguments)
-    checked_size(options, "batch")
+    check_size(options, "batch")
     try:
         import lm_eval
         from lm_eval.tasks import TaskManager

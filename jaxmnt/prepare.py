@@ -142,9 +142,10 @@ def _describe_left_out(summary: "Summary") -> Iterator[str]:
 def _has_chat_template(tokenizer: str | None) -> bool:
     """Returns True if the folder of the tokenizer on the command line also has a chat template."""
     from jaxmnt.data.chat_template import TEMPLATE_FILES, chat_template
+    from jaxmnt.data.manifest import BYTES
     from jaxmnt.data.tokenizer import file_of_tokenizer
 
-    if tokenizer is None or tokenizer == "bytes":
+    if tokenizer is None or tokenizer == BYTES:
         return False
     folder = file_of_tokenizer(tokenizer).parent
     return chat_template(read_all(folder, [name for name in TEMPLATE_FILES if (folder / name).is_file()])) is not None
@@ -188,9 +189,10 @@ class _Progress:
 
 
 def _settings(options: argparse.Namespace) -> "Settings":
+    from jaxmnt.data.manifest import BYTES
     from jaxmnt.data.preparation.inputs import Reading, Settings
 
-    default_tokenizer: str | None = "bytes"
+    default_tokenizer: str | None = BYTES
     if options.vocab_size is not None or options.train_tokenizer:
         default_tokenizer = None
     if options.train_tokenizer is not None and options.tokenizer is not None:

@@ -21,7 +21,7 @@ from jaxmnt.telemetry.progress import working
 from jaxmnt.trained_model import (
     RefusedLine,
     add_arguments,
-    checked_size,
+    check_size,
     exit_code_of,
     find_model,
     json_lines,
@@ -52,7 +52,7 @@ class Score:
 
 def main(arguments: list[str]) -> int:
     options = _parse(arguments)
-    checked_size(options, "batch")
+    check_size(options, "batch")
 
     with working("starting") as work:
         selected = find_model(options.run, options.tokenizer)

@@ -365,9 +365,8 @@ def _end_ids(files: dict[str, bytes]) -> set[int]:
     return ids
 
 
-def checked_size(options: argparse.Namespace, name: str, minimum: int = 1) -> int:
-    """Returns a number from the command line. Raises `ConfigError` if it is less than `minimum`."""
+def check_size(options: argparse.Namespace, name: str, minimum: int = 1) -> None:
+    """Raises `ConfigError` if a number from the command line is less than `minimum`."""
     number = int(getattr(options, name))
     if number < minimum:
         raise ConfigError(f"--{name.replace('_', '-')} must be at least {minimum}, not {number}")
-    return number

@@ -104,7 +104,8 @@ def test_a_text_is_as_likely_as_transformers_finds_it(case):
 
 def test_a_text_model_and_the_model_around_it_must_agree():
     tree = {"model_type": "gemma3", "text_config": config_of("gemma3-b"), "tie_word_embeddings": True}
-    with pytest.raises(ConfigError, match="tie_word_embeddings is false, but tie_word_embeddings outside"):
+    words = "tie_word_embeddings is false, but tie_word_embeddings outside of text_config is true"
+    with pytest.raises(ConfigError, match=words):
         read_config(tree, "config.json")
     assert read_config(tree | {"tie_word_embeddings": False}, "config.json")["family"] == "gemma3"
 
@@ -247,6 +248,16 @@ def test_files_of_another_tokenizer_are_not_exported(converted, tmp_path):
         path.name for path in (tmp_path / "out").iterdir()
     }
     assert match_tokenizer(files, tokenizer_of_file(text + "\n", 1)) == files
+
+
+def test_a_folder_of_bytes_does_not_say_so_of_another_tokenizer():
+    config = config_of("qwen2-a") | {"eos_token_id": 256, "jaxmnt_tokenizer": "bytes"}
+    files = {"config.json": json.dumps(config).encode()}
+    assert match_tokenizer(files, RunTokenizer({"name": "bytes", "end_of_document": 256}, 257, None)) == files
+    other = tokenizer_of_file(json.dumps({"model": {"vocab": {"a": 0}}, "added_tokens": []}), 1)
+    left = json.loads(match_tokenizer(files, other)["config.json"])
+    assert "jaxmnt_tokenizer" not in left
+    assert "eos_token_id" not in left
 
 
 @pytest.mark.parametrize(

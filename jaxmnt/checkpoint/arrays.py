@@ -160,7 +160,8 @@ class Writer:
     def create(self, name: str, shape: Shape, dtype: np.dtype) -> None:
         """Creates an array.
 
-        A chunk spans one index of its first dimension, so one layer of a stack can be read alone.
+        If it has several dimensions, a chunk spans one index of the first one, so one layer of a stack can be read
+        alone.
         """
         spec = {
             "driver": "zarr3",

@@ -22,14 +22,15 @@ from jaxmnt.checkpoint.commit import (
 )
 from jaxmnt.checkpoint.manifest import MANIFEST_FILE, DamagedError, Parent, first_problem
 from jaxmnt.checkpoint.retention import best_first, comparable_losses
+from jaxmnt.config.load import HUGGING_FACE_PREFIX
 from jaxmnt.config.schema import Config
 from jaxmnt.data.run_tokenizer import RunTokenizer, tokenizer_of_run
-from jaxmnt.errors import ConfigError, counted, printable, remark
+from jaxmnt.errors import ConfigError, counted, printable, remark_once
 from jaxmnt.storage import StoragePath, is_link, is_there, read, storage_path
 
 CHECKPOINTS = "checkpoints"
 RUN_FILE = "run.json"
-HUGGING_FACE_FILE = "config.json"
+_HUGGING_FACE_FILE = "config.json"
 """A file that exists in the folder of a Hugging Face model, but not in a run directory."""
 BEST = "best"
 YAML_ERRORS = (yaml.YAMLError, ValueError, RecursionError)
@@ -80,8 +81,8 @@ def locate(text: str, argument: str) -> StoragePath | None:
     if (run_root / RUN_FILE).exists():
         raise ConfigError(f"{argument}: {run_root} has no checkpoint yet; train until there is one")
     hint = "; after @ give a step, or best" if separator else ""
-    folder = text.removeprefix("hf:")
-    if folder != text or is_there(run_root / HUGGING_FACE_FILE):
+    folder = text.removeprefix(HUGGING_FACE_PREFIX)
+    if folder != text or is_there(run_root / _HUGGING_FACE_FILE):
         raise ConfigError(
             f"{argument}: {text} must be a run: make one with python -m jaxmnt.convert from-hf {folder} RUN"
         )
@@ -100,7 +101,7 @@ def _best_checkpoint(root: StoragePath, argument: str) -> StoragePath:
     if not ranked_steps:
         raise ConfigError(f"{argument}: no checkpoint in {root} has a held-out loss; name a step instead of {BEST}")
     best = next(checkpoint for checkpoint in checkpoints if checkpoint.step == ranked_steps[0])
-    remark(
+    remark_once(
         f"note: {BEST} is step {best.step}, with the held-out loss {best.manifest.loss:.4f}; {len(ranked_steps)} of "
         f"{counted(len(checkpoints), 'checkpoint', 'checkpoints')} have a loss that can be compared"
     )

@@ -191,8 +191,9 @@ def mismatched_arrays(exchange: str, manifest: Manifest, arrays: dict[str, Array
 def raise_together(name: str, trouble: UserError | None, identity: Identity) -> None:
     """Raises, in all processes, the error of the first process that has one.
 
-    A `DamagedError` stays one, and any other error becomes a `UserError` with the same text. Unlike the loss of a
-    process, these do not end the run. `name` names the exchange between the processes, as in `mismatched_arrays`.
+    A `DamagedError` stays one, and any other error becomes a `UserError` with the same text. The caller
+    may catch it and go on, because no process is lost. `name` names the exchange between the processes, as in
+    `mismatched_arrays`.
     """
     kind = "" if trouble is None else "damaged" if isinstance(trouble, DamagedError) else "other"
     first_message = lambda messages: next((text for text in messages if text), "")

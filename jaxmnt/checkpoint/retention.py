@@ -105,8 +105,8 @@ class SpaceNeeded:
 
 def space_needed(state_bytes: int, processes: int) -> SpaceNeeded:
     """Predicts the space that a checkpoint of `state_bytes` needs if this number of processes writes it."""
-    data_files = state_bytes // max(1, processes) // (2 << 30)  # of up to 2 GiB each
-    files_per_process = 8 + data_files  # the others contain metadata
+    further_data_files = state_bytes // max(1, processes) // (2 << 30)  # each has up to 2 GiB
+    files_per_process = 8 + further_data_files  # the 8 are metadata and the first data file
     return SpaceNeeded(int(state_bytes * _SIZE_FACTOR) + (1 << 20), _STATE_PARTS * (8 + processes * files_per_process))
 
 

@@ -50,8 +50,8 @@ class WeightChange(Section):
 class Skip(Section):
     from_row: int = key(
         ...,
-        "Number of the first row to skip. Step s (from 0) begins at row s · global_batch_size; a branch continues the "
-        "numbers of its origin.",
+        "Number of the first row to skip. Without earlier skips, step s (from 0) begins at row s · global_batch_size; "
+        "a branch continues the numbers of its origin.",
         ge=0,
         lt=2**53,
     )

@@ -50,7 +50,7 @@ def help_text(topic: str = "") -> str:
     lines = []
     for name in keys:
         field = fields[name]
-        lines += [f"  {name}  {describe_values(field)}; {_default(field)}", f"      {field['description']}"]
+        lines += [f"  {name}  {describe_values(field)}; {describe_default(field)}", f"      {field['description']}"]
     return "\n".join(lines)
 
 
@@ -119,7 +119,8 @@ def _resume_class(dotted: str) -> Resume:
     return field["resume"]
 
 
-def _default(field: Schema) -> str:
+def describe_default(field: Schema) -> str:
+    """Describes the default of a key, such as default 64, or says that the key is required."""
     if "default" not in field:
         return "required"
     value = field["default"]

@@ -146,8 +146,8 @@ def _number(value: float) -> str:
 COMMAND_LINE = "command line"
 """The origin of keys that were set on the command line, in place of a file and line."""
 
-_MAX_SHOWN_CHARACTERS = 80
-"""Maximum number of characters of an invalid value that a message shows."""
+_MAX_REPR_CHARACTERS = 160
+"""Maximum number of characters of a text or number in `_limited_repr`. `shortened` then cuts the whole."""
 
 
 def explain(error: ValidationError, sources: Mapping[str, str], name: str) -> str:
@@ -196,9 +196,9 @@ def _key_and_text(problem: Any, sources: Mapping[str, str]) -> tuple[str, str]:
         return key, f"unknown key; {_suggestion(key, value)}"
     if "properties" in schema:
         example = f", such as {key}.{next(iter(schema['properties']))}" if key else ""
-        return key, f"must be a section with keys{example}, not {_shortened_yaml(value)}"
+        return key, f"must be a section with keys{example}, not {_shortened_value(value)}"
     expected = with_article(describe_values(schema))
-    actual = "and is missing" if kind == "missing" else f"not {_shortened_yaml(value)}"
+    actual = "and is missing" if kind == "missing" else f"not {_shortened_value(value)}"
     advice = ""
     if expected.startswith("text") and isinstance(value, bool | int | float):
         advice = '; to make it text, put it in quotes: "…"'
@@ -286,8 +286,8 @@ def _keys_named(name: str) -> Iterator[str]:
             yield f"{key}.{name}"
 
 
-def _shortened_yaml(value: Any) -> str:
-    """Returns a value as it is written in YAML, shortened and printable."""
+def _shortened_value(value: Any) -> str:
+    """Returns a value for a message: null, true and false as in YAML, and others as a shortened `repr`."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -300,6 +300,5 @@ def _limited_repr(value: Any) -> str:
     representation = reprlib.Repr()
     representation.maxlevel = 3
     representation.maxdict = representation.maxlist = 20
-    max_characters = 2 * _MAX_SHOWN_CHARACTERS
-    representation.maxstring = representation.maxlong = representation.maxother = max_characters
+    representation.maxstring = representation.maxlong = representation.maxother = _MAX_REPR_CHARACTERS
     return representation.repr(value)

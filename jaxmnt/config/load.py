@@ -299,9 +299,10 @@ def _read_alone(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
         raise ConfigError(f"{path}: no such config file{_configs_near(path)}") from None
     except IsADirectoryError:
         config_file = path / _RUN_CONFIG
-        advice = f"give a file{_configs_near(config_file)}"
         if config_file.is_file():
             advice = f"give the config in it: {config_file}"
+        else:
+            advice = f"give a file{_configs_near(config_file)}"
         raise ConfigError(f"{path}: is a folder, not a config file; {advice}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from error
@@ -465,7 +466,7 @@ def _invalid_setting_message(overrides: list[str], number: int) -> str:
 
 # -- settings that are paths, in which `~` is expanded and shell variables are refused
 
-_HUGGING_FACE_PREFIX = "hf:"
+HUGGING_FACE_PREFIX = "hf:"
 """Prefix of run.init_from that marks a Hugging Face folder."""
 
 
@@ -503,7 +504,7 @@ def _expand_homes(value: Any, dotted: str, source_of: Callable[[str], str]) -> A
 
 def expand_home(path: str) -> str:
     """Returns the path with `~` or `~NAME` expanded. Raises `ValueError` if there is no such user."""
-    prefix = _HUGGING_FACE_PREFIX if path.startswith(_HUGGING_FACE_PREFIX) else ""
+    prefix = HUGGING_FACE_PREFIX if path.startswith(HUGGING_FACE_PREFIX) else ""
     expanded = os.path.expanduser(path.removeprefix(prefix))  # noqa: PTH111 (pathlib drops a slash at the end)
     if expanded.startswith("~"):
         user = expanded.partition("/")[0]

@@ -3,9 +3,9 @@ state.
 
 Shapes: G rows of a global batch, R rows of it that this process reads, L length.
 
-Row r of step s has the number s · G + r in the run; a branch continues from the row where its origin stopped.
-`order.py` maps the number to a source and a row of that source, and `rows.py` reads that row. The batch does not depend
-on which rows a process reads, or on the number of threads that read them.
+Row r of step s is number s · G + r among the rows of the run that are not skipped; a branch continues from the row
+where its origin stopped. `order.py` maps the number to a source and a row of that source, and `rows.py` reads that row.
+The batch does not depend on which rows a process reads, or on the number of threads that read them.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

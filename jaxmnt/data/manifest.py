@@ -25,6 +25,7 @@ SOURCES = "sources.txt"
 TOKENIZER_FILE = "tokenizer.json"
 SPLITS = ("train", "eval")
 HOW_TO_PREPARE = "make it with: python -m jaxmnt.prepare --input TEXT --output DIR"
+HOW_TO_REPAIR = "replace it with an intact copy, or prepare the data again"
 MAX_VOCABULARY = 2**31
 
 _OPTIONAL_FIELDS = ("largest_id", "bytes_per_target")
@@ -33,10 +34,12 @@ _UNKNOWN_BY_SPLIT: dict[str, None] = dict.fromkeys(SPLITS)
 _MAX_COUNT = 2**62
 _DIGEST = re.compile(r"[0-9a-f]{64}", re.ASCII)
 _SHARD = re.compile(r"[0-9]{5,12}-[0-9]{2,12}", re.ASCII)
+BYTES = "bytes"
+"""Name of the `Bytes` tokenizer, which needs no file."""
 NAMELESS = "none"
 """Name in the manifest for the unknown tokenizer of token arrays that were prepared without one."""
 
-_TOKENIZERS = ("bytes", "huggingface", NAMELESS)
+_TOKENIZERS = (BYTES, "huggingface", NAMELESS)
 
 
 class _ManifestError(ValueError):
@@ -74,7 +77,6 @@ def content_digest(manifest: dict[str, Any]) -> str:
 def read_manifest(directory: Path, key: str) -> dict[str, Any]:
     """Reads the manifest in a directory. Raises `ConfigError` if it is missing, damaged or of another version."""
     path = directory / MANIFEST
-    advice = "replace it with an intact copy, or prepare the data again"
     try:
         manifest = json.loads(read(path).decode(), parse_constant=_reject_constant)
     except FileNotFoundError:
@@ -85,12 +87,12 @@ def read_manifest(directory: Path, key: str) -> dict[str, Any]:
         reason = getattr(error, "strerror", None) or str(error)
         if isinstance(error, RecursionError):
             reason = "it is nested too deeply"
-        raise ConfigError(f"{key}: {path} is damaged ({printable(reason)}); {advice}") from error
+        raise ConfigError(f"{key}: {path} is damaged ({printable(reason)}); {HOW_TO_REPAIR}") from error
     name = version = None
     if isinstance(manifest, dict):
         name, version = manifest.get("format"), manifest.get("version")
     if name != FORMAT or type(version) is not int or version not in (UNSEALED, VERSION):
-        actual = f"{_shortened_json(name)} {_shortened_json(version)}"
+        actual = f"{_describe_value(name)} {_describe_value(version)}"
         raise ConfigError(
             f"{key}: {directory} has format {actual}, but this version reads {FORMAT} {UNSEALED} and {VERSION}; "
             "prepare it again, or use the jaxmnt that made it"
@@ -100,7 +102,7 @@ def read_manifest(directory: Path, key: str) -> dict[str, Any]:
         if version != UNSEALED:
             unsealed(manifest)
     except _ManifestError as error:
-        raise ConfigError(f"{key}: {path} is damaged: {error}; {advice}") from None
+        raise ConfigError(f"{key}: {path} is damaged: {error}; {HOW_TO_REPAIR}") from None
     return manifest
 
 
@@ -126,7 +128,7 @@ def _check_structure(manifest: dict[str, Any]) -> None:
     if "largest_id" in manifest:
         _check_integer(manifest["largest_id"], "largest_id", 0, vocab - 1)
     if manifest["dtype"] != str(np.min_scalar_type(vocab - 1)):
-        raise _ManifestError(f"dtype {_shortened_json(manifest['dtype'])} is not that of {vocab} ids")
+        raise _ManifestError(f"dtype {_describe_value(manifest['dtype'])} is not that of {vocab} ids")
     _require(isinstance(manifest["learn_mask"], bool), "learn_mask", manifest["learn_mask"])
     _check_number(manifest["eval_fraction"], "eval_fraction", 1.0)
     for name in ("unigram_nats", "bytes_per_target"):
@@ -154,7 +156,7 @@ def _check_structure(manifest: dict[str, Any]) -> None:
 def _check_tokenizer(tokenizer: Any, vocab: int, version: int) -> None:
     name, end = _check_fields(tokenizer, "tokenizer", ("name", "end_of_document"), ("sha256", "end_token"))
     _require(name in _TOKENIZERS, "the tokenizer's name", name)
-    if end is not None or version == UNSEALED or name == "bytes":
+    if end is not None or version == UNSEALED or name == BYTES:
         _check_integer(end, "the tokenizer's end_of_document", 0, vocab - 1)
     if name == "huggingface":
         digest, token = _check_fields(tokenizer, "tokenizer", ("sha256", "end_token"), ("name", "end_of_document"))
@@ -196,7 +198,7 @@ def _check_fields(value: Any, where: str, names: Sequence[str], optional: Sequen
     if missing := [name for name in names if name not in value]:
         raise _ManifestError(f"{where} lacks {', '.join(missing)}")
     if unknown := set(value).difference(names, optional):
-        raise _ManifestError(f"{where} has the unknown key {_shortened_json(min(unknown))}")
+        raise _ManifestError(f"{where} has the unknown key {_describe_value(min(unknown))}")
     return [value[name] for name in names]
 
 
@@ -215,11 +217,11 @@ def _check_text(value: Any, where: str, pattern: re.Pattern[str]) -> None:
 
 def _require(is_valid: bool, where: str, value: Any) -> None:
     if not is_valid:
-        raise _ManifestError(f"{where} is {_shortened_json(value)}")
+        raise _ManifestError(f"{where} is {_describe_value(value)}")
 
 
-def _shortened_json(value: Any) -> str:
-    """Returns an untrusted value as JSON, shortened and printable."""
+def _describe_value(value: Any) -> str:
+    """Describes an untrusted value in a few printable characters."""
     if isinstance(value, dict | list):
         return f"{'an object' if isinstance(value, dict) else 'a list'} of {len(value)}"
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 10**20:

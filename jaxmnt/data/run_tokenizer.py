@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxmnt.config.data import Data
-from jaxmnt.data.manifest import NAMELESS, sealed_text, unsealed
+from jaxmnt.data.manifest import HOW_TO_REPAIR, NAMELESS, sealed_text, unsealed
 from jaxmnt.data.sources import SyntheticData
 from jaxmnt.data.store import open_prepared
 from jaxmnt.data.tokenizer import TOKENIZER_FILE, Tokenizer, make_tokenizer
@@ -62,20 +62,18 @@ def tokenizer_of_data(description: dict[str, Any], vocab_size: int, folder: Path
         try:
             text = read(path).decode()
         except (OSError, ValueError) as error:
-            raise ConfigError(
-                f"data.path: {path} cannot be read ({error}); copy it again or prepare the data again"
-            ) from error
+            raise ConfigError(f"data.path: {path} cannot be read ({error}); {HOW_TO_REPAIR}") from error
     return RunTokenizer(description, vocab_size, text)
 
 
-def write_tokenizer(home: StoragePath, tokenizer: RunTokenizer) -> None:
+def write_tokenizer(root: StoragePath, tokenizer: RunTokenizer) -> None:
     """Writes the tokenizer into a run's directory, unless the directory has it already. Only process 0 calls this.
 
     An incomplete tokenizer is replaced. Raises `UserError` if the tokenizer cannot be written.
     """
-    folder = home / FOLDER
+    folder = root / FOLDER
     try:
-        if read_tokenizer(home) == tokenizer:
+        if read_tokenizer(root) == tokenizer:
             return
     except ConfigError:  # the stored tokenizer is damaged, so replace it
         pass
@@ -136,12 +134,12 @@ def _id_definition(text: str) -> Any:
     return model.get("vocab"), merges, added
 
 
-def read_tokenizer(home: StoragePath) -> RunTokenizer | None:
+def read_tokenizer(root: StoragePath) -> RunTokenizer | None:
     """Returns the tokenizer that a run's directory contains, or None if there is none.
 
     Raises `ConfigError` if the tokenizer is damaged, or if its files cannot be read.
     """
-    path = home / FOLDER / MANIFEST
+    path = root / FOLDER / MANIFEST
     damaged = ConfigError(
         f"{path.parent} is damaged: its contents have changed since the run wrote it; remove it, and the next start of "
         "the run writes it again; until then the tokenizer of the data is used"
@@ -176,14 +174,14 @@ def read_tokenizer(home: StoragePath) -> RunTokenizer | None:
     return tokenizer
 
 
-def tokenizer_of_run(homes: Sequence[StoragePath], settings: Data, folders: Sequence[Path]) -> RunTokenizer:
-    """Returns the tokenizer of a run, from the first of its directories `homes` that stores one.
+def tokenizer_of_run(roots: Sequence[StoragePath], settings: Data, folders: Sequence[Path]) -> RunTokenizer:
+    """Returns the tokenizer of a run, from the first of its directories `roots` that stores one.
 
     Older runs store none, so their tokenizer is that of their data. If the path of the data is relative, it is searched
     for in `folders`. Raises `ConfigError` if no tokenizer is found.
     """
-    for home in homes:
-        if tokenizer := read_tokenizer(home):
+    for root in roots:
+        if tokenizer := read_tokenizer(root):
             return tokenizer
     if settings.synthetic is not None:
         data = SyntheticData(settings.synthetic)

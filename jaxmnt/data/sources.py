@@ -19,7 +19,7 @@ from jaxmnt.config.data import Data
 from jaxmnt.config.schema import Config
 from jaxmnt.data.fields import batch_fields
 from jaxmnt.data.grain_source import GrainData, open_grain
-from jaxmnt.data.manifest import MANIFEST, NAMELESS
+from jaxmnt.data.manifest import HOW_TO_REPAIR, MANIFEST, NAMELESS
 from jaxmnt.data.order import MixturePhase
 from jaxmnt.data.store import Origin, PreparedData, StoredTokens, TokenStream, open_prepared
 from jaxmnt.errors import ConfigError, UnreadableError, UserError
@@ -120,8 +120,7 @@ def _copy_all(data: PreparedData, target: Path, progress: Callable[[str], None])
         copy.parent.mkdir(parents=True, exist_ok=True)
         if _copy(source, copy) != expected:
             raise ConfigError(
-                f"data.path: {source} is damaged: its SHA-256 differs from that in the manifest; "
-                "replace it with an intact copy, or prepare the data again"
+                f"data.path: {source} is damaged: its SHA-256 differs from that in the manifest; {HOW_TO_REPAIR}"
             )
     temporary = target / f".{MANIFEST}"
     shutil.copyfile(data.path / MANIFEST, temporary)
@@ -315,7 +314,7 @@ def fit_to_data(config: Config, data: Sources) -> Config:
     if data.ids > size:
         fix = f"raise it to {data.vocab_size} or more, or leave it out"
         if config.run.init_from or config.run.fork_from:
-            fix = "the data was prepared with a tokenizer other than the model's; use the model's as --tokenizer"
+            fix = "the data was prepared with another tokenizer; prepare it again with that of the model"
         raise ConfigError(
             f"model.vocab_size: the data has ids up to {data.ids - 1}, and the model only {size} rows; {fix}"
         )

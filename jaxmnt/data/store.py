@@ -30,11 +30,10 @@ from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
-from jaxmnt.data.manifest import HOW_TO_PREPARE, SOURCES, SPLITS, UNSEALED, content_digest, read_manifest
+from jaxmnt.data.manifest import HOW_TO_PREPARE, HOW_TO_REPAIR, SOURCES, SPLITS, UNSEALED, content_digest, read_manifest
 from jaxmnt.errors import ConfigError, printable
 from jaxmnt.storage import read
 
-_HOW_TO_REPAIR = "copy it again or prepare the data again"
 _KINDS = {
     "tokens": (None, "tokens"), "learn": ("uint8", "tokens"),
     "documents": ("int64", "documents"), "origins": ("int64", "documents"),
@@ -164,14 +163,14 @@ class StoredTokens(TokenStream):
             if token >= self._ids:
                 raise ConfigError(
                     f"data.path: {self._folder / self._names[shard]} is damaged: it holds the id {token} at element "
-                    f"{element}, and its ids are below {self._ids}; {_HOW_TO_REPAIR}"
+                    f"{element}, and its ids are below {self._ids}; {HOW_TO_REPAIR}"
                 )
         raise AssertionError("all ids are in the vocabulary")
 
     def check_target_mask(self, weights: np.ndarray) -> None:
         if weights.max(initial=0) > 1:
             raise ConfigError(
-                f"data.path: {self._folder} is damaged: a learn mask holds more than 0 and 1; {_HOW_TO_REPAIR}"
+                f"data.path: {self._folder} is damaged: a learn mask holds more than 0 and 1; {HOW_TO_REPAIR}"
             )
 
     def _copy(self, shards: list[np.ndarray], start: int, out: np.ndarray) -> None:
@@ -246,12 +245,14 @@ class PreparedData:
         )
 
     def check(self) -> None:
-        """Checks that every file exists with the right type and size. Raises `ConfigError` for the first that does
-        not."""
+        """Checks that every file exists, and that shards have the right type and size.
+
+        Raises `ConfigError` for the first that does not.
+        """
         for name, _ in self.files():
             if not (self.path / name).is_file():
                 raise ConfigError(
-                    f"data.path: {self.path / name} cannot be read (No such file or directory); {_HOW_TO_REPAIR}"
+                    f"data.path: {self.path / name} cannot be read (No such file or directory); {HOW_TO_REPAIR}"
                 )
         for split in SPLITS:
             self.stream(split)
@@ -267,7 +268,7 @@ class PreparedData:
                 if not (0 <= file < len(self._source_names) and record >= 1):
                     raise ConfigError(
                         f"data.path: {self.path / split} is damaged: origins-{shard['name']}.npy names record {record} "
-                        f"of file {file}, which is not there; {_HOW_TO_REPAIR}"
+                        f"of file {file}, which is not there; {HOW_TO_REPAIR}"
                     )
                 return Origin(self._source_names[file], record)
             document -= shard["documents"]
@@ -289,7 +290,7 @@ class PreparedData:
             if file_digest(self.path / name) != expected:
                 raise ConfigError(
                     f"data.path: {self.path / name} is damaged: its SHA-256 differs from that in the manifest; "
-                    "replace it with an intact copy, or prepare the data again"
+                    f"{HOW_TO_REPAIR}"
                 )
 
     @functools.cached_property
@@ -299,9 +300,9 @@ class PreparedData:
         try:
             names = [json.loads(line) for line in read(path).decode().splitlines()]
         except (OSError, ValueError, RecursionError) as error:
-            raise ConfigError(f"data.path: {path} cannot be read ({error}); {_HOW_TO_REPAIR}") from error
+            raise ConfigError(f"data.path: {path} cannot be read ({error}); {HOW_TO_REPAIR}") from error
         if not all(isinstance(name, str) for name in names):
-            raise ConfigError(f"data.path: {path} is damaged: it holds entries that are not names; {_HOW_TO_REPAIR}")
+            raise ConfigError(f"data.path: {path} is damaged: it holds entries that are not names; {HOW_TO_REPAIR}")
         return names
 
     def _document_starts(self, split: str) -> np.ndarray:
@@ -319,7 +320,7 @@ class PreparedData:
             if not are_valid or (first == 0 and (not len(shard_starts) or shard_starts[0] != 0)):
                 raise ConfigError(
                     f"data.path: {self.path / split} is damaged: the documents of documents-{shard['name']}.npy do not "
-                    f"start one after another within its {shard['tokens']} tokens; {_HOW_TO_REPAIR}"
+                    f"start one after another within its {shard['tokens']} tokens; {HOW_TO_REPAIR}"
                 )
             starts.append(shard_starts + first)
             first += shard["tokens"]
@@ -339,7 +340,7 @@ class PreparedData:
         except Exception as error:  # NumPy may raise any exception for a damaged header
             reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
             raise ConfigError(
-                f"data.path: {path} cannot be read ({printable(reason[:200])}); {_HOW_TO_REPAIR}"
+                f"data.path: {path} cannot be read ({printable(reason[:200])}); {HOW_TO_REPAIR}"
             ) from error
         dtype_name, unit = _KINDS[kind]
         dtype = np.dtype(dtype_name or self.manifest["dtype"])
@@ -352,7 +353,7 @@ class PreparedData:
             problem = f"has {size} bytes, but its header says {array.offset + array.nbytes}"
         else:
             return array
-        raise ConfigError(f"data.path: {path} {problem}; {_HOW_TO_REPAIR}")
+        raise ConfigError(f"data.path: {path} {problem}; {HOW_TO_REPAIR}")
 
 
 def open_prepared(path: str | Path, key: str = "data.path") -> PreparedData:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from jaxmnt.data.manifest import TOKENIZER_FILE
+from jaxmnt.data.manifest import BYTES, TOKENIZER_FILE
 from jaxmnt.errors import ConfigError, how_to_install, printable, suggest
 from jaxmnt.storage import read
 from jaxmnt.strict_json import json_text
@@ -49,10 +49,6 @@ class Form(NamedTuple):
 
 
 WHOLE_DOCUMENT = Form()
-
-
-BYTES = "bytes"
-"""Name of the `Bytes` tokenizer, which needs no file."""
 
 
 class Bytes:
@@ -213,9 +209,8 @@ class HuggingFace:
     def _encode(self, texts: Sequence[str], form: Form = WHOLE_DOCUMENT) -> list[np.ndarray]:
         if not form.begins and (token := self._prefixed_token_in(texts, form.markup)) is not None:
             raise ConfigError(
-                f"--tokenizer: the added token {token!r} is matched with a space before it, so text in pieces cannot "
-                "be "
-                'encoded with it; set "normalized" of this token to false in tokenizer.json'
+                f"--tokenizer: the added token {token!r} is matched with a space before it, so text in pieces "
+                'cannot be encoded with it; set "normalized" of this token to false in tokenizer.json'
             )
         encodings = self._tokenizer_for(form).encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, np.uint32) for encoding in encodings]

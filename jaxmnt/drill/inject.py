@@ -58,7 +58,7 @@ def main(arguments: list[str]) -> int:
     for fault in faults:
         if fault.victim in (None, identity.process_id):
             injector.arm(fault)
-    return train.main(train_arguments)
+    return train.command(train_arguments)
 
 
 class FaultInjector:

@@ -11,8 +11,9 @@ from typing import Any
 
 from jaxmnt.checkpoint.commit import Committed
 from jaxmnt.checkpoint.refs import roots_of
+from jaxmnt.data.manifest import BYTES, TOKENIZER_FILE
 from jaxmnt.data.run_tokenizer import RunTokenizer, same_vocabulary, tokenizer_of_file
-from jaxmnt.data.tokenizer import BYTES, TOKENIZER_FILE, Bytes
+from jaxmnt.data.tokenizer import Bytes
 from jaxmnt.errors import ConfigError, UserError
 from jaxmnt.huggingface.config import TOKENIZER_KEY
 from jaxmnt.huggingface.folder import COMPANIONS, CONFIG, Folder, json_bytes
@@ -20,6 +21,8 @@ from jaxmnt.storage import StoragePath, publish_bytes, read
 
 SUBFOLDER = "huggingface"
 GENERATION_CONFIG = "generation_config.json"
+
+_BYTES = RunTokenizer(Bytes().description, Bytes.vocab_size, None)
 
 Files = dict[str, bytes]
 """The contents of files, by file name."""
@@ -61,17 +64,25 @@ def bytes_tokenizer(folder: Folder, vocab_size: int) -> RunTokenizer | None:
             f"{folder.path / CONFIG}: {TOKENIZER_KEY} is {BYTES}, which has {Bytes.vocab_size} ids, but the "
             f"vocabulary of the model has {vocab_size} rows; remove the key"
         )
-    return RunTokenizer(Bytes().description, Bytes.vocab_size, None)
+    return _BYTES
 
 
 def match_tokenizer(files: Files, tokenizer: RunTokenizer) -> Files:
     """Returns the files for a run with this tokenizer. If they have a different tokenizer, they are reduced to configs
     without token ids, so that neither that tokenizer nor its template is left."""
-    text = files.get(TOKENIZER_FILE)
-    if text is None or same_vocabulary(tokenizer_of_file(text.decode(), 0), tokenizer):
+    previous = _tokenizer_in(files)
+    if previous is None or same_vocabulary(previous, tokenizer):
         return files
     names = sorted({CONFIG, GENERATION_CONFIG} & files.keys())
     return {name: json_bytes(_without_token_ids(json.loads(files[name]))) for name in names}
+
+
+def _tokenizer_in(files: Files) -> RunTokenizer | None:
+    text = files.get(TOKENIZER_FILE)
+    if text is not None:
+        return tokenizer_of_file(text.decode(), 0)
+    has_bytes = CONFIG in files and json.loads(files[CONFIG]).get(TOKENIZER_KEY) == BYTES
+    return _BYTES if has_bytes else None
 
 
 def with_end_token(files: Files, tokenizer: RunTokenizer) -> Files:
@@ -117,7 +128,7 @@ def _without_token_ids(tree: dict[str, Any]) -> dict[str, Any]:
     return {
         key: _without_token_ids(value) if isinstance(value, dict) else value
         for key, value in tree.items()
-        if not key.endswith("_token_id")
+        if not key.endswith("_token_id") and key != TOKENIZER_KEY
     }
 
 

@@ -9,19 +9,16 @@ from typing import Any
 from jaxmnt.checkpoint.commit import Committed
 from jaxmnt.checkpoint.names import arrays_by_name
 from jaxmnt.checkpoint.refs import tokenizer_of
-from jaxmnt.config.load import flatten_tree, parse_config
+from jaxmnt.config.load import as_override, flatten_tree, parse_config
 from jaxmnt.config.model import Model
+from jaxmnt.data.manifest import BYTES, TOKENIZER_FILE
 from jaxmnt.data.run_tokenizer import RunTokenizer, same_vocabulary, tokenizer_of_file
-from jaxmnt.data.tokenizer import BYTES, TOKENIZER_FILE
 from jaxmnt.errors import ConfigError, printable, suggest
 from jaxmnt.huggingface.companions import bytes_tokenizer
 from jaxmnt.huggingface.config import SCALING_KEYS_OF_TYPE, SCALING_SETTINGS, read_config
 from jaxmnt.huggingface.folder import CONFIG, Folder
 from jaxmnt.models.contract import define
 from jaxmnt.models.registry import OPTIONAL_SETTINGS, build_family, family_class
-
-SCHEME = "hf:"
-"""Prefix of the path of a Hugging Face folder in `run.init_from`."""
 
 CHANGES_KEY = "run.init_from_changes"
 """Key of the config that lists intended changes to the model."""
@@ -52,7 +49,7 @@ class Origin:
     tokenizer: RunTokenizer | None
     """None if the tokenizer is not known."""
     tokenizer_file: str
-    """The argument of `prepare --tokenizer` for this tokenizer."""
+    """The argument of `prepare --tokenizer` for this tokenizer. Without meaning if the tokenizer is not known."""
 
 
 def folder_origin(folder: Folder, key: str) -> Origin:
@@ -151,7 +148,7 @@ def _message_for_different_model(origin: Origin, different_keys: list[str], unli
     """Returns the error message for a model that is not the origin's, with the settings that would make it the same."""
     origin_settings = explicit_settings(origin.model)
     keys = [key for key in different_keys if key in origin_settings and key.partition(".")[0] in unlisted]
-    required = " ".join(f"model.{key}={_yaml(origin_settings[key])}" for key in keys)
+    required = " ".join(as_override(f"model.{key}", origin_settings[key]) for key in keys)
     text = (
         f"{origin.key}: the model in {origin.path} differs from that of the config; set {required}, or take "
         f"the section model from: {origin.settings}"
@@ -159,13 +156,6 @@ def _message_for_different_model(origin: Origin, different_keys: list[str], unli
     if set(unlisted) & set(SHAPE_SETTINGS):
         return text
     return f"{text}; if the change is intended, set {CHANGES_KEY}=[{', '.join(unlisted)}]"
-
-
-def _yaml(value: object) -> str:
-    """Returns a value in the notation of YAML."""
-    if value is None:
-        return "null"
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def explicit_settings(model: Model) -> dict[str, Any]:

@@ -25,8 +25,8 @@ from jaxmnt.checkpoint.arrays import Reader, Shape
 from jaxmnt.checkpoint.commit import Committed
 from jaxmnt.checkpoint.manifest import DamagedError
 from jaxmnt.config.model import Model
+from jaxmnt.data.manifest import BYTES, TOKENIZER_FILE
 from jaxmnt.data.run_tokenizer import RunTokenizer
-from jaxmnt.data.tokenizer import BYTES, TOKENIZER_FILE
 from jaxmnt.errors import ConfigError, UserError
 from jaxmnt.huggingface.companions import Files, match_tokenizer, with_end_token
 from jaxmnt.huggingface.config import TOKENIZER_KEY, write_config

@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxmnt.checkpoint.commit import Committed, step_directories
+from jaxmnt.checkpoint.commit import Committed, valid_checkpoints
 from jaxmnt.checkpoint.manifest import DamagedError
 from jaxmnt.config.describe import CHANGEABLE_MATHS, Change
 from jaxmnt.config.load import as_typed
@@ -276,7 +276,7 @@ def rate_advice(checkpoint: Committed, change: RateChange) -> str:
         "--accept-changes"
     )
     root = checkpoint.path.parent
-    oldest_step = min((step for step, _ in step_directories(root)), default=checkpoint.step)
+    oldest_step = min((valid.step for valid in valid_checkpoints(root)), default=checkpoint.step)
     if change.new_rate < change.old_rate or oldest_step >= checkpoint.step:
         return advice
     branch = as_typed("run.fork_from", f"{root.parent}@{oldest_step}")

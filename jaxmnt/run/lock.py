@@ -84,11 +84,11 @@ class RunLock:
             if holder is None:
                 continue  # it was released just now
             description = _describe_holder(holder) if _parse_holder(holder) else self._describe_unreadable()
-            is_alive = self._watch(holder, description, report_wait)
-            if is_alive is None:
+            outcome = self._watch(holder, description, report_wait)
+            if outcome is None:
                 remove_if(self._path, holder)
                 remark = f"the lock of a dead job was taken over: {description}"
-            elif is_alive:
+            elif outcome:
                 raise ConfigError(
                     f"run.dir: {self._directory} is in use by another job, {description}; stop that job, or choose "
                     "another run.dir and checkpoint.dir"

@@ -203,7 +203,7 @@ class Profiler:
         if profile is None:
             self._status.line(f"WARNING step {step}: no profile was made: {trouble}")
             return
-        share = lambda seconds: f"{seconds / max(profile.seconds, 1e-12):.0%}"
+        share = lambda part: f"{part / max(profile.seconds, 1e-12):.0%}"
         self._status.line(
             f"profile step {step}: {profile.seconds * 1e3:.1f} ms on a device: computation "
             f"{share(profile.computation)}, communication {share(profile.communication)}, both at once "

@@ -118,9 +118,9 @@ def _compare_step(status: StatusLine, step: int, actual: dict[str, float], expec
         status.line(f"{step_text}: not compared, because metrics.jsonl lacks this step")
         return True
     # In metrics.jsonl the values of a step that is bad or has no targets are null.
-    recorded = finite(actual)
-    wrong_names = [name for name in _COMPARED_METRICS if recorded[name] != expected[name]]
-    differences = ", ".join(f"{name} was {expected[name]} and is {recorded[name]}" for name in wrong_names)
+    as_written = finite(actual)
+    wrong_names = [name for name in _COMPARED_METRICS if as_written[name] != expected[name]]
+    differences = ", ".join(f"{name} was {expected[name]} and is {as_written[name]}" for name in wrong_names)
     status.line(f"{step_text}: {'DIFFERENT, ' + differences if wrong_names else 'the same'}")
     return not wrong_names
 

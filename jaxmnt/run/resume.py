@@ -20,6 +20,7 @@ from jaxmnt.checkpoint.commit import Committed, clean_up, quarantine
 from jaxmnt.checkpoint.manifest import DamagedError
 from jaxmnt.checkpoint.refs import CHECKPOINTS, RUN_FILE, find
 from jaxmnt.config.describe import Change, changes
+from jaxmnt.config.load import HUGGING_FACE_PREFIX
 from jaxmnt.config.schema import Config
 from jaxmnt.data.run_tokenizer import tokenizer_of_data
 from jaxmnt.data.sources import Sources
@@ -27,7 +28,6 @@ from jaxmnt.distributed.coordination import broadcast
 from jaxmnt.distributed.identity import Identity
 from jaxmnt.errors import ConfigError, PreflightError, UserError, error_of, printable
 from jaxmnt.huggingface.compatibility import (
-    SCHEME,
     Origin,
     check_compatible,
     check_same_parameters,
@@ -253,8 +253,8 @@ def begin_run(config: Config, data: Sources, run: str) -> ResumePoint:
         tokenizer = tokenizer_of_data(data.tokenizer, data.vocab_size, data.folder)
         return check_compatible(origin, config.model, tokenizer, config.run.init_from_changes)
 
-    if config.run.init_from and source.startswith(SCHEME):
-        folder = Folder(Path(source.removeprefix(SCHEME)), key)
+    if config.run.init_from and source.startswith(HUGGING_FACE_PREFIX):
+        folder = Folder(Path(source.removeprefix(HUGGING_FACE_PREFIX)), key)
         remarks = check_origin(folder_origin(folder, key))
         return ResumePoint(run, kind="init", remarks=remarks, weights=folder.path)
     checkpoint = find(source, key)

@@ -1,6 +1,5 @@
 """Reads a run's directory and the directory of its checkpoints: which run these belong to, and what they contain."""
 
-import functools
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -12,11 +11,12 @@ import yaml
 
 from jaxmnt.checkpoint.commit import Committed, newest_valid, step_directories, unfinished_activity, unreachable_steps
 from jaxmnt.checkpoint.refs import CHECKPOINTS, YAML_ERRORS, RunFile, find, read_run
+from jaxmnt.config.data import Data
 from jaxmnt.config.describe import Change, maths_settings
 from jaxmnt.config.load import dump_config, parse_config
 from jaxmnt.config.schema import CLUSTER_SECTIONS, Config
 from jaxmnt.data.order import BranchPoint
-from jaxmnt.errors import ConfigError, UnreadableError, UserError, printable, remark
+from jaxmnt.errors import ConfigError, UnreadableError, UserError, printable, remark, remark_once
 from jaxmnt.run.branch import branch_point, branch_points
 from jaxmnt.storage import StoragePath, is_link, publish, read, storage_path
 from jaxmnt.strict_json import json_text
@@ -57,8 +57,10 @@ def has_trained(config: Config) -> bool:
 
 @contextmanager
 def unreadable_is_retryable(config: Config) -> Iterator[None]:
-    """Context manager that lets unreadable files end a run that has trained with exit code 1, which is retried, not
-    2."""
+    """Context manager that lets unreadable files end a run that has trained with exit code 1, which is retried, not 2.
+
+    The code stays 2 if the config names other data than the previous start.
+    """
     try:
         yield
     except ConfigError as error:
@@ -70,15 +72,20 @@ def unreadable_is_retryable(config: Config) -> Iterator[None]:
 
 
 def _names_data_of_the_run(config: Config) -> bool:
-    """Returns True if the config names the data that the previous start of the run has read.
+    """Returns True if the config names the data that the previous start of the run has read, or if that is not known.
 
     Another path may be a typo.
     """
-    previous_config = earlier_config(config.run_dir)
-    return previous_config is None or (
-        previous_config.data.named_sources == config.data.named_sources
-        and previous_config.data.eval_sets == config.data.eval_sets
-    )
+    try:
+        previous_config = earlier_config(config.run_dir)
+    except (ConfigError, OSError):
+        return True
+    return previous_config is None or _locations(previous_config.data) == _locations(config.data)
+
+
+def _locations(data: Data) -> tuple[Any, ...]:
+    sources = {name: (source.path, source.grain) for name, source in data.named_sources.items()}
+    return sources, data.eval_sets
 
 
 class DamagedConfigError(ConfigError):
@@ -118,13 +125,8 @@ def earlier_config(directory: Path) -> Config | None:
     try:
         return read_config(directory) if (directory / "config.yaml").exists() else None
     except DamagedConfigError as error:
-        _remark_once(f"note: {error}; the run continues without it, and writes it again")
+        remark_once(f"note: {error}; the run continues without it, and writes it again")
         return None
-
-
-@functools.cache
-def _remark_once(text: str) -> None:
-    remark(text)
 
 
 def plain_config(config: Config) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxmnt.checkpoint.commit import add_loss, step_directories
 from jaxmnt.checkpoint.device_digest import start_digests
-from jaxmnt.checkpoint.manifest import DamagedError, Manifest
+from jaxmnt.checkpoint.manifest import Manifest
 from jaxmnt.checkpoint.names import arrays_by_name
 from jaxmnt.checkpoint.refs import CHECKPOINTS
 from jaxmnt.checkpoint.retention import SaveTimer, shortage, space_needed
@@ -129,10 +129,10 @@ class CheckpointManager:
         """
         if self._identity.process_id != 0 or loss is None:
             return
-        _confirm_locks(self._locks)
         try:
+            _confirm_locks(self._locks)
             add_loss(self._root / str(step), loss, self._eval_tokens)
-        except (OSError, DamagedError) as error:
+        except (OSError, UserError) as error:
             self._status.line(
                 f"WARNING the held-out loss of checkpoint {step} could not be added to it: {error}; RUN@best and "
                 "checkpoint.keep_best ignore this checkpoint"

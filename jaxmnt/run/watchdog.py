@@ -133,8 +133,8 @@ class Watchdog:
             if phase != _STEP_PHASE and seconds >= 1:
                 self.show_wait(phase, seconds, progress)
             if limit is not None and self._checks * _POLL_SECONDS > limit:
-                position = f", after {self._step - 1} of them" if self._settled and self._step else ""
-                self._heartbeat.halt(f"no progress for {limit:g} s while {phase}{position}")
+                after = f", after {self._step - 1} of them" if self._settled and self._step else ""
+                self._heartbeat.halt(f"no progress for {limit:g} s while {phase}{after}")
 
     def _main_thread_location(self) -> str:
         """Returns the file and function of our code that the main thread is executing; empty if there is none."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from jaxmnt.distributed.termination import ABANDONED
-from jaxmnt.errors import printable, remark
+from jaxmnt.errors import counted, printable, remark_once
 from jaxmnt.telemetry import clock
 from jaxmnt.telemetry.writer import LineWriter
 
@@ -126,7 +126,9 @@ def records(path: Path) -> Iterator[dict[str, Any]]:
             damaged += _is_damaged(line)
 
     if damaged:
-        _show_once(f"{path}: {_counted_lines(damaged)} cannot be read and {'is' if damaged == 1 else 'are'} skipped")
+        _note(
+            f"{path}: {counted(damaged, 'line', 'lines')} cannot be read and {'is' if damaged == 1 else 'are'} skipped"
+        )
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -146,7 +148,7 @@ def repair(path: Path, last_step: int | None = None) -> list[dict[str, Any]]:
             return _rewrite(path.resolve(strict=True), last_step)
     except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links
         detail = "" if last_step is None else f", and has lines of steps after {last_step}, which will be repeated"
-        _show_once(f"{path} cannot be cleaned up{detail}: {getattr(error, 'strerror', None) or error}")
+        _note(f"{path} cannot be cleaned up{detail}: {getattr(error, 'strerror', None) or error}")
     return []
 
 
@@ -157,7 +159,7 @@ def _rewrite(path: Path, last_step: int | None) -> list[dict[str, Any]]:
     temporary, aside = path.with_name(f".{path.name}.tmp"), path.with_name(f"{path.name}.damaged")
     changed, damaged = False, 0
     try:
-        with path.open("rb") as lines, _private_copy(path, temporary) as output:
+        with path.open("rb") as lines, _private_file(path, temporary) as output:
             for line in lines:
                 record = None if line == b"\n" else parse(line)  # a file may have a million empty lines
                 stripped = line.strip(_PADDING) + b"\n"
@@ -180,14 +182,13 @@ def _rewrite(path: Path, last_step: int | None) -> list[dict[str, Any]]:
     finally:
         temporary.unlink(missing_ok=True)
     if damaged:
-        _show_once(
-            f"{path}: {_counted_lines(damaged)} could not be read and {'is' if damaged == 1 else 'are'} kept in {aside}"
-        )
+        unread = f"{counted(damaged, 'line', 'lines')} could not be read"
+        _note(f"{path}: {unread} and {'is' if damaged == 1 else 'are'} kept in {aside}")
     return later_records
 
 
 @contextmanager
-def _private_copy(path: Path, temporary: Path) -> Iterator[IO[bytes]]:
+def _private_file(path: Path, temporary: Path) -> Iterator[IO[bytes]]:
     """Opens a new file that is private to this user at first, and gets the permissions of `path` at the end."""
     temporary.unlink(missing_ok=True)
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -204,9 +205,9 @@ def _lines(path: Path) -> Iterator[bytes]:
             with path.open("rb") as file:
                 yield from file
         elif path.exists():
-            _show_once(f"{path} cannot be read: it is not a regular file")
+            _note(f"{path} cannot be read: it is not a regular file")
     except OSError as error:
-        _show_once(f"{path} cannot be read: {error.strerror}")
+        _note(f"{path} cannot be read: {error.strerror}")
 
 
 def _is_damaged(line: bytes) -> bool:
@@ -215,18 +216,8 @@ def _is_damaged(line: bytes) -> bool:
     return line.endswith(b"\n") and bool(line.strip(b" \t\r\n"))
 
 
-def _counted_lines(number: int) -> str:
-    return f"{number} line{'' if number == 1 else 's'}"
-
-
-_reported: set[str] = set()
-
-
-def _show_once(text: str) -> None:
-    """Shows a note once, because the same files are read repeatedly."""
-    if text not in _reported:
-        _reported.add(text)
-        remark(f"note: {printable(text)}")
+def _note(text: str) -> None:
+    remark_once(f"note: {printable(text)}")
 
 
 def peak_host_bytes() -> int:

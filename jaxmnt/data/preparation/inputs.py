@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple, NoReturn
 
 import numpy as np
 
+from jaxmnt.data.manifest import BYTES
 from jaxmnt.errors import ConfigError, how_to_install, printable
 
 SHARD_TOKENS = 2**26
@@ -45,7 +46,7 @@ class Reading:
 class Settings:
     """Settings of a preparation. All except `workers` affect the output."""
 
-    tokenizer: str | None = "bytes"
+    tokenizer: str | None = BYTES
     """bytes, the path of a tokenizer.json, or None for token arrays with their own vocabulary."""
     end_token: str | None = None
     """Token that ends a document; None for a common one."""

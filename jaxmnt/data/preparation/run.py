@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxmnt import storage
-from jaxmnt.data.manifest import MAX_VOCABULARY, TOKENIZER_FILE
+from jaxmnt.data.manifest import BYTES, MAX_VOCABULARY, TOKENIZER_FILE
 from jaxmnt.data.preparation.attempts import remove_leftovers
 from jaxmnt.data.preparation.inputs import (
     Input,
@@ -52,7 +52,7 @@ def prepare_tokenizer(job: Job, progress: Progress) -> Tokenizer | None:
         return None
     has_text = any(file.kind != "tokens" for file in job.inputs)
     tokenizer = choose_tokenizer(settings.tokenizer, settings.end_token, for_text=has_text)
-    if settings.tokenizer != "bytes" and not target.exists():
+    if settings.tokenizer != BYTES and not target.exists():
         # Read the file as bytes, because reading it as text could change line ends.
         publish(target, storage.read(file_of_tokenizer(settings.tokenizer)).decode())
     return tokenizer
@@ -70,7 +70,7 @@ def check_kinds(inputs: list[Input], settings: Settings) -> None:
             f"--tokenizer: {texts[0].printable_path} is text, which needs a tokenizer; give one, or leave --vocab-size "
             "out"
         )
-    has_tokenizer = settings.tokenizer not in (None, "bytes") or settings.train_tokenizer is not None
+    has_tokenizer = settings.tokenizer not in (None, BYTES) or settings.train_tokenizer is not None
     if arrays and not has_tokenizer and not settings.vocab_size:
         raise ConfigError(
             f"--input: {arrays[0].printable_path} is a token array; give --vocab-size (and --end-id, if an id "
