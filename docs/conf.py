@@ -1,6 +1,5 @@
 """Settings of the documentation's site. Build it with scripts/docs."""
 
-import json
 import re
 import sys
 import tomllib
@@ -53,13 +52,12 @@ rate by more than a factor of 1.5. [Checkpoints](checkpoints.md#going-on-with-an
 
 def write_settings() -> None:
     """Writes settings.md, each section of the config with its keys, from the config's own types."""
-    from jaxmnt.config.describe import CHANGEABLE_MATHS, ORIGIN_KEYS, RESUME_LABELS, fields_by_key
+    from jaxmnt.config.describe import CHANGEABLE_MATHS, ORIGIN_KEYS, RESUME_LABELS, describe_default, fields_by_key
     from jaxmnt.config.explain import describe_values
 
     sections: dict[str, list[str]] = {}
     for name, field in fields_by_key(of_lists=True).items():
         section = name.partition(".")[0] if "." in name else "top level"
-        default = json.dumps(field["default"], ensure_ascii=False) if "default" in field else "required"
         meaning = RESUME_LABELS[field["resume"]] if "resume" in field else ""
         if name in CHANGEABLE_MATHS:
             meaning = "planned"
@@ -67,7 +65,7 @@ def write_settings() -> None:
             meaning = "only at the first start"
         elif name.startswith("data.") and field.get("path"):
             meaning = "harmless with the same contents"
-        facts = [describe_values(field), f"default `{default}`", *([f"on resume: {meaning}"] if meaning else [])]
+        facts = [describe_values(field), describe_default(field), *([f"on resume: {meaning}"] if meaning else [])]
         entry = f"`{name}`\n: {field['description']}\\\n  *{facts[0]}* · {' · '.join(facts[1:])}"
         sections.setdefault(section, []).append(entry)
     pages = [f"## {section}\n\n" + "\n\n".join(entries) for section, entries in sections.items()]

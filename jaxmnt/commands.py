@@ -194,10 +194,15 @@ def _fitted(line: str) -> list[str]:
     return textwrap.wrap(line, width(), subsequent_indent=" " * indent, break_on_hyphens=False)
 
 
+def _before_separator(arguments: list[str]) -> list[str]:
+    """Returns the arguments before a lone `--`."""
+    return arguments[: arguments.index("--")] if "--" in arguments else arguments
+
+
 def _refuse_dashes(arguments: list[str]) -> None:
     """Raises `ConfigError` for a setting that is written like an option."""
-    before_separator = arguments[: arguments.index("--")] if "--" in arguments else arguments
-    for argument, following in zip(before_separator, [*before_separator, ""][1:], strict=True):
+    options = _before_separator(arguments)
+    for argument, following in zip(options, [*options, ""][1:], strict=True):
         if match := _SETTING_WITH_DASHES.fullmatch(argument):
             key, value = match[1], match[2] or "VALUE"
             if match[2] is None and following and "=" not in following:
@@ -234,8 +239,7 @@ def run_command(main: Callable[[list[str]], int]) -> NoReturn:
     """
     guard()
     arguments = sys.argv[1:]
-    before_separator = arguments[: arguments.index("--")] if "--" in arguments else arguments
-    debug = "--debug" in before_separator
+    debug = "--debug" in _before_separator(arguments)
     if not debug:
         quiet_plugin.install()
     sys.exit(final_exit_code(report(lambda: main(arguments), debug=debug)))

@@ -28,8 +28,8 @@ class _RawOutput(io.FileIO):
     def __init__(self, descriptor: int):
         super().__init__(descriptor, "w", closefd=False)
         self._terminal = _reopen_terminal(descriptor)
-        """A separate non-blocking descriptor of the terminal. A blocking write may stop after part of the text, and
-        making the shared descriptor non-blocking would affect all processes that share it."""
+        """A separate non-blocking descriptor of the terminal. A blocking write may wait for ever after part of the
+        text, and making the shared descriptor non-blocking would affect all processes that share it."""
         self.lost: OSError | None = None
         """The error because of which output was lost, or None."""
         self.is_optional = False

@@ -20,11 +20,14 @@ One line for each module, from its doc string (`scripts/module_table.py` writes 
 
 
 def first_sentence(path: Path) -> str:
-    """Returns the first sentence of a module's doc string, on one line; empty if there is none."""
+    """Returns the first sentence of a module's doc string, on one line; empty if there is none.
+
+    A paragraph with the usage of a command has no sentence and is passed over.
+    """
     text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
-    paragraph = " ".join(text.partition("\n\n")[0].split())
-    sentence = re.match(r".*?\.(?= [A-Z]|$)", paragraph)
-    return (sentence[0] if sentence else paragraph).replace("|", "\\|")
+    paragraphs = [" ".join(part.split()) for part in text.split("\n\n")]
+    sentences = (re.match(r".*?\.(?= [A-Z]|$)", part) for part in paragraphs)
+    return next((match[0] for match in sentences if match), paragraphs[0]).replace("|", "\\|")
 
 
 def table() -> str:

@@ -113,16 +113,18 @@ def test_what_a_launcher_starts_is_shown_until_the_first_line(monkeypatch, tmp_p
     assert out.getvalue().endswith("c\n[3] d\n") and shown[3:] == ["\n", "d\n", "", "  \n"], "the log has all"
 
 
-def test_an_error_that_all_processes_say_is_shown_once(monkeypatch):
+def test_an_error_that_all_processes_say_is_shown_once():
     from jaxmnt.launch.local import _Screen
 
     out = io.StringIO()
     screen = _Screen(types.SimpleNamespace(does=str), [])
+    error = "jaxmnt: process {0} of 2 on h: error: {1}\n".format
     for number, words in ((0, "no data"), (1, "no data"), (1, "no room"), (0, "no data")):
-        screen.show(out, number, f"jaxmnt: process {number} of 2 on h: error: {words}\n")
-    assert [line.split(" of ")[0] + line[-9:] for line in out.getvalue().splitlines()] == [
-        "[0] jaxmnt: process 0: no data", "[1] jaxmnt: process 1: no room", "[0] jaxmnt: process 0: no data",
-    ]  # fmt: skip
+        screen.show(out, number, error(number, words))
+    for number in range(2):
+        screen.show(out, number, "warning: error: of a library\n")
+    shown = f"[0] {error(0, 'no data')}[1] {error(1, 'no room')}[0] {error(0, 'no data')}"
+    assert out.getvalue() == f"{shown}[0] warning: error: of a library\n[1] warning: error: of a library\n"
 
 
 def test_a_launcher_shows_in_place_what_a_process_of_its_own_does(monkeypatch, tmp_path):
@@ -137,16 +139,22 @@ def test_a_launcher_shows_in_place_what_a_process_of_its_own_does(monkeypatch, t
     monkeypatch.setattr(StatusLine, "relay_columns", 0)
     status, kept = StatusLine(said), []
     status.line("finished")
+    status._relayed = True
+    status._show("nothing of this, because the launcher is gone")
+    status.clear()
     lines = said.getvalue()
+    assert "nothing" not in lines
     assert "\r" not in lines and "\x1b[3" not in lines and max(map(len, lines.splitlines())) < 64
     child = types.SimpleNamespace(number=1, _write_log=kept.append, _logged_in_place=-60.0)
     child._screen = _Screen(types.SimpleNamespace(does=str), [])
+    monkeypatch.setattr("shutil.get_terminal_size", lambda *_: os.terminal_size((60, 24)))
+    assert child._screen.columns == 60
     child._show_in_place = types.MethodType(_Child._show_in_place, child)
     _Child._pass_on(child, io.StringIO(lines), out)
     in_place = out.getvalue().split("\r\x1b[K")
     assert re.findall(r"(\d)/1000", out.getvalue()) == ["1", "2", "3"]
     assert all(part.startswith("[1] ") for part in in_place if part) and in_place[-1] == "[1] finished\n"
-    assert [line.split()[-1] for line in kept][-1] == "finished" and len(kept) == 2 and " 1/1000" in kept[0]
+    assert len(kept) == 2 and " 1/1000" in kept[0] and kept[1] == "finished\n"
 
 
 def test_a_step_without_targets_is_shown_as_such(monkeypatch, tmp_path):

@@ -85,10 +85,9 @@ def listening_address(identity: Identity) -> tuple[str, str]:
     local_addresses = [address for address in addresses if _is_local_address(address)]
     if len(local_addresses) == 1 and not all_loopback(local_addresses):
         return local_addresses[0], ""
-    # Other hosts may know this one by another address than it does itself.
     text = ", ".join(addresses)
     note = (
-        f"process 0 listens on port {port} of all interfaces: {host} is {text} here, not one non-loopback address of it"
+        f"process 0 listens on port {port} of all interfaces: {host} is {text} here, not a single non-loopback address"
     )
     return "", note
 

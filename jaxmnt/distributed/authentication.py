@@ -158,8 +158,8 @@ def answer_to(key: bytes, nonce: bytes, message: bytes) -> bytes | None:
 def prove(connection: socket.socket, key: bytes, seconds: float) -> None:
     """Proves to process 0 that this process has the key, and verifies that process 0 has it, too.
 
-    Raises `RefusedError` if process 0 replies that it has another key, `OSError` if it disconnects, and `StrangerError`
-    if another program answers or no greeting arrives in time.
+    Raises `RefusedError` if process 0 replies that it has another key, `OSError` if it disconnects or does not reply in
+    time, and `StrangerError` if another program answers or no greeting arrives in time.
     """
     deadline = time.monotonic() + seconds
     try:

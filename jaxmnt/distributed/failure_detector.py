@@ -162,8 +162,9 @@ def describe_positions(
 ) -> tuple[str, int | None]:
     """Describes where each process is, and identifies the process at fault.
 
-    That is the only process that is silent, or else the only one that is behind, or else the only one that waits for
-    something of its own. Returns None for it if there is no such process, or if there are several.
+    If any process is silent, that is the only silent one. Otherwise, if the steps differ, it is the only one that is
+    behind, and if they do not, the only one that waits for something of its own. It is None if there is no such
+    process, or if there are several.
     """
     sentences = [f"No answer from {listed([label(process) for process in silent])}"] if silent else []
     present = {process: position for process, position in sorted(positions.items()) if process not in silent}

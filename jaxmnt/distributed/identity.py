@@ -159,10 +159,10 @@ def _require_complete(launcher: str, explicit: Claim, usable: list[Claim], troub
         )
 
 
-def _check_contradictions(all_claims: list[Claim]) -> None:
+def _check_contradictions(claims: list[Claim]) -> None:
     """Raises `ConfigError` if two claims differ in this process's number or in the number of all processes."""
     for name in ("processes", "process_id"):
-        with_setting = [claim for claim in all_claims if getattr(claim, name) is not None]
+        with_setting = [claim for claim in claims if getattr(claim, name) is not None]
         for claim in with_setting[1:]:
             first = with_setting[0]
             if getattr(first, name) != getattr(claim, name):

@@ -175,7 +175,8 @@ def mpi(environment: Environment, machine: Machine) -> Claim | None:
     if processes is None:
         return Claim("mpi", process_id, used=reader.used)
     _check_local(local_rank, local_processes, reader.used)
-    # The job's number in mpirun's URI gives each job a different port. The address in it is that of process 0's host.
+    # The job's number in mpirun's URI gives each job a different port. The address in it is that of mpirun's host,
+    # on which process 0 is assumed to run.
     uri = re.match(r"([0-9]+)\.[0-9]+;tcp6?://(\[[^\]]+\]|[^:,\[]+)", environment.get(_MPIRUN_URI, ""))
     port = _FIRST_PORT + zlib.crc32(uri[1].encode()) % _NUM_PORTS if uri else DEFAULT_PORT
     coordinator = None

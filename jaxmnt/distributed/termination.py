@@ -69,7 +69,8 @@ class ExitHandler:
         self._exit(exit_reason, exit_reason.code, is_reported=False)
 
     def finish(self, code: int, *, at_once: bool) -> int:
-        """Returns `code` to the main thread. After a failure, or if `at_once`, ends the process with that code instead.
+        """Returns `code` to the main thread. After a failure, or if `at_once` or `must_exit_now`
+        is set, ends the process with that code instead.
 
         So this process can exit even if a library has left a thread behind, such as one of Orbax's in the barrier of a
         failed save, and its peers can exit without JAX's shutdown barrier.

@@ -8,9 +8,13 @@ submits.
 import argparse
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from jaxmnt.commands import LOCAL_EXIT_CODES, RUN_EXIT_CODES, Parser, expect_separator, path_argument, run_command
 from jaxmnt.errors import ConfigError, ExitCode, remark
+
+if TYPE_CHECKING:
+    from jaxmnt.config.schema import Config
 
 
 def main(arguments: list[str]) -> int:
@@ -57,9 +61,9 @@ def _on_cluster(options: argparse.Namespace) -> int:
         flag for flag, is_set in (("--accept-changes", options.accept_changes), ("--fresh", options.fresh)) if is_set
     ]
     job = make_job(Path(options.config), [*options.overrides, *nodes], options.sweep, flags)
-    for name, source in job.config.data.named_sources.items():
-        if source.path is not None and not Path(source.path).exists():
-            remark(f"note: the data {source.path} ({name}) is not on this machine; the job's nodes must have it")
+    for path in sorted(_data_paths(job.config)):
+        if not _is_visible(path):
+            remark(f"note: the data {path} is not visible on this machine; the job's nodes must have it")
     if options.dry_run:
         print(cluster.render(job), end="")
         return ExitCode.FINISHED
@@ -69,6 +73,19 @@ def _on_cluster(options: argparse.Namespace) -> int:
     elif cluster is gke and (estimate := cost_per_hour(job)) is not None:
         print(f"cost    {estimate:,.2f} an hour; the job has no time limit")
     return ExitCode.FINISHED
+
+
+def _data_paths(config: "Config") -> set[str]:
+    """Returns the paths of the data that the run trains on and evaluates."""
+    paths = {source.path for source in config.data.named_sources.values() if source.path is not None}
+    return paths | {eval_set.path for eval_set in config.data.eval_sets.values()}
+
+
+def _is_visible(path: str) -> bool:
+    try:
+        return Path(path).exists()
+    except OSError:  # for example a folder that may not be entered
+        return False
 
 
 def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
@@ -135,7 +152,7 @@ def _add_cluster(where: "argparse._SubParsersAction[Parser]", name: str, text: s
         help="submit a job array with a run for each value, or combination of values",
     )  # fmt: skip
     cluster.add_argument(
-        "--accept-changes", action="store_true", help="resume a run although the config changes its numerics"
+        "--accept-changes", action="store_true", help="continue a run although changes of the config alter its maths"
     )
     cluster.add_argument(
         "--fresh",

@@ -36,6 +36,7 @@ def _watch(pipe: int, log: str, launcher_files: set[_FileId]) -> None:
     """Waits until the launcher, which never writes to the pipe, has ended, and then asks this process to stop."""
     while os.read(pipe, 1):
         pass
+    StatusLine.relay_columns = 0
     _redirect_output(log, launcher_files)
     remark("the launcher is gone, so this process is asked to stop")
     stop_signals = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)

@@ -61,7 +61,7 @@ def decide_after_start(
     stop_requested = any(event["kind"] == ABANDONED and event.get("asked_by") for event in events)
     stopped = code == ExitCode.STOPPED or stop_requested or (end is not None and end.get("finished") is False)
 
-    # A node is blamed only for a failure.
+    # A node is blamed for a failure, or if its process never appeared.
     needs_no_blame = final or end is not None or (stopped and not waited)
     blamed = None if needs_no_blame else _node_at_fault(events, nodes)
     if blamed is not None:

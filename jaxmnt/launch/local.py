@@ -205,7 +205,7 @@ class _Screen:
         """
         self._work.does("")
         with self._lock:
-            error = line.partition(_ERROR_SEPARATOR)[2]
+            error = line.partition(_ERROR_SEPARATOR)[2] if line.startswith("jaxmnt: ") else ""
             if error and self._errors.setdefault(error, number) != number:
                 return
             previous_interrupts, self._interrupts = self._interrupts, self._signals.count(signal.SIGINT)
@@ -271,7 +271,7 @@ class _Child:
         ended, this property kills processes that it has left behind."""
         code = self.process.poll()
         if code is not None and not self._group_killed:
-            self._group_killed = True  # only now, because its number may be reused later
+            self._group_killed = True  # at once, because its number may be reused later
             with contextlib.suppress(ProcessLookupError, PermissionError):  # its group is empty
                 os.killpg(self.process.pid, signal.SIGKILL)
         return code
@@ -343,7 +343,7 @@ def _watch(children: list[_Child], signals: Sequence[int]) -> _Child | None:
     while True:
         # Codes are read once in each round, so that a child that ends meanwhile is not judged inconsistently.
         codes = [child.code for child in children]
-        failed = [child for child, code in zip(children, codes, strict=True) if not _has_not_failed(code, signals)]
+        failed = [child for child, code in zip(children, codes, strict=True) if _has_failed(code, signals)]
         by_itself = [child for child in failed if child.code not in _PEER_CODES]
         if by_itself:
             return by_itself[0]
@@ -357,10 +357,12 @@ def _watch(children: list[_Child], signals: Sequence[int]) -> _Child | None:
         time.sleep(_POLL_SECONDS)
 
 
-def _has_not_failed(code: int | None, signals: Sequence[int]) -> bool:
-    """Returns True if a process is still running (None) or has ended without a failure. One that was killed by a signal
-    that we passed on had not installed its handler yet, so it had no work to lose."""
-    return code in (None, ExitCode.FINISHED, ExitCode.STOPPED) or -code in signals
+def _has_failed(code: int | None, signals: Sequence[int]) -> bool:
+    """Returns True if a process has failed; False if it is still running (None), or was killed by a signal that we
+    passed on, because it had not installed its handler yet and so had no work to lose."""
+    if code is None:
+        return False
+    return code not in (ExitCode.FINISHED, ExitCode.STOPPED) and -code not in signals
 
 
 def _end_all(children: list[_Child]) -> None:

@@ -11,7 +11,8 @@ from jaxmnt.launch.job import Job, environment, exit_on_failure, fill_template, 
 
 _MAX_REQUEUES = 1000
 _WAIT_MARGIN_SECONDS = 60
-"""Time that the script waits for processes to end after the time limit of their rendezvous."""
+"""Time, in addition to the time limit of the rendezvous, for which srun (--wait) lets the other tasks run after the
+first has ended."""
 _SINFO_TIMEOUT_SECONDS = 10
 _JOB_VARIABLE_PREFIXES = ("SLURM_", "SBATCH_", "SRUN_")
 _CLUSTER_VARIABLES = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT", "SLURM_CLUSTERS")

@@ -74,7 +74,7 @@ def token_flops(definition: Definition, length: int) -> TokenFlops:
         shape = costs.attention
         width = shape.heads * shape.head_dim
         window = min(shape.window or length, length)
-        # The mean number of keys. Most tokens see `window` keys, and the first `window` tokens see 1, 2, ….
+        # The mean number of keys: the first `window` tokens see 1, 2, … keys, and all later ones see `window`.
         attention += 12 * count * width * (window - window * window / (2 * length))
         square += 12 * count * width * length
         softmax += 9 * count * shape.heads * length

@@ -46,8 +46,8 @@ class EvaluationSums(NamedTuple):
 
     def plus(self, more: "EvaluationSums") -> "EvaluationSums":
         """Adds other sums to these. The number of bytes is known only if both numbers are."""
-        both = None if self.text_bytes is None or more.text_bytes is None else self.text_bytes + more.text_bytes
-        return EvaluationSums(self.loss + more.loss, self.tokens + more.tokens, both)
+        text_bytes = None if self.text_bytes is None or more.text_bytes is None else self.text_bytes + more.text_bytes
+        return EvaluationSums(self.loss + more.loss, self.tokens + more.tokens, text_bytes)
 
     @property
     def mean(self) -> float | None:
@@ -91,7 +91,10 @@ class TrainLog:
     timer: StepTimer
     attempt: int = 0
     log_every: int | None = None
-    """Number of steps between two lines if the output is not a terminal. None means a line every few seconds."""
+    """Number of steps between two lines if neither the output nor that of `launch local` is a terminal.
+
+    None means a line every few seconds.
+    """
     cost: Cost | None = None
     finished: Finished = lambda step, seconds, values: None
     """Function that is called with each step, its seconds and its metrics, once the step has finished on the

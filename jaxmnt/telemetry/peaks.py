@@ -5,7 +5,7 @@ import tomllib
 from pathlib import Path
 
 PEAKS: dict[str, dict[str, float]] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
-"""Peak FLOP/s for each part of a device kind's name, and for each dtype."""
+"""Peak FLOP/s by a name that a device kind contains, and by dtype."""
 
 
 def peaks_of(device_kind: str) -> dict[str, float]:

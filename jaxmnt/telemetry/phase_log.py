@@ -76,7 +76,7 @@ class PhaseLog:
             return self._detector.current
 
     def complete_up_to(self, step: int) -> bool:
-        """Returns True if all processes' times of this step and of earlier ones are known. May be called from any
+        """Returns True unless this step or an earlier one waits for the times of some process. May be called from any
         thread."""
         with self._lock:
             return all(waiting > step for waiting in self._steps)

@@ -84,7 +84,8 @@ class StatusLine:
     """A status line that is rewritten in place on a terminal. Without a terminal, it is printed now and then."""
 
     relay_columns: ClassVar[int] = 0
-    """Columns that are available on the launcher's terminal for lines of this process; 0 if it has no terminal."""
+    """Columns that are available on the launcher's terminal for lines of this process; 0 if it has no terminal or is
+    gone."""
 
     def __init__(self, out: TextIO, *, quiet: bool = False):
         self._out = out
@@ -151,12 +152,12 @@ class StatusLine:
 
     @property
     def _width(self) -> int:
-        return (self.relay_columns if self._relayed else shutil.get_terminal_size().columns) - 1
+        columns = self.relay_columns if self._relayed else shutil.get_terminal_size().columns
+        return max(0, columns - 1)
 
     def _show(self, text: str) -> None:
         with self._lock:
-            self._out.write(f"{self._begin}{text}{self._end}")
-            self._out.flush()
+            self._rewrite(text)
             self._has_shown_line = True
         self._next_update = time.monotonic() + _MIN_UPDATE_SECONDS
 
@@ -174,9 +175,14 @@ class StatusLine:
         """Removes the line that is shown in place."""
         with self._lock:
             if self._has_shown_line:
-                self._out.write(f"{self._begin}{self._end}")
-                self._out.flush()
+                self._rewrite("")
                 self._has_shown_line = False
+
+    def _rewrite(self, text: str) -> None:
+        if self._relayed and not self.relay_columns:
+            return  # the launcher is gone
+        self._out.write(f"{self._begin}{text}{self._end}")
+        self._out.flush()
 
 
 @contextmanager

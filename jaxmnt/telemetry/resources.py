@@ -184,7 +184,7 @@ class ResourceLog:
 
     def _write(self, step: int) -> None:
         samples, self._samples = self._samples, {}
-        quantities = _summary({process: sample["of"] for process, sample in samples.items()})
+        quantities = _mean_and_extremes({process: sample["of"] for process, sample in samples.items()})
         self.latest = quantities
         self._lines.write({
             "kind": "resources", "step": step, "time": clock.now(), "processes": len(samples), "of": quantities,
@@ -200,7 +200,7 @@ class ResourceLog:
         )
 
 
-def _summary(samples: dict[int, dict[str, list[float]]]) -> dict[str, Any]:
+def _mean_and_extremes(samples: dict[int, dict[str, list[float]]]) -> dict[str, Any]:
     """Returns the mean of each quantity over all devices or processes, and the minimum and maximum with their
     processes."""
     summaries = {}
