@@ -14,13 +14,13 @@ secrets: hosts are numbered.
 """
 
 import argparse
+import contextlib
 import getpass
 import html
 import json
 import os
 import re
 import shutil
-import signal
 import socket
 import statistics
 import subprocess
@@ -28,14 +28,17 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from gpu import lines, plan_target, query_gpus
 
-from jaxmnt.config.schema import Cluster as ClusterSettings
+from jaxmnt.config.schema import Cluster
 from jaxmnt.distributed.identity import VARIABLES, identify
+from jaxmnt.distributed.local_gpus import visible_gpus
+from jaxmnt.distributed.process_group import software
+from jaxmnt.drill.faults import Fault
+from jaxmnt.errors import ExitCode
 
 ROOT = Path(__file__).resolve().parent.parent
 Result = dict[str, Any]
@@ -43,18 +46,25 @@ Result = dict[str, Any]
 STEPS = 20
 """Steps of the small runs."""
 SAVE_EVERY = 5
+KILLED_STEP = 12
+"""The step in which `resume` kills a process, between two saves."""
 CLOSE = 1e-4
 """Relative difference of float32 losses that is still called equal: sums run in another order on another mesh."""
 
 
 @dataclass(frozen=True)
-class Cluster:
+class ReportRun:
     """The processes of this report, and where they work."""
 
     process: int
     processes: int
     folder: Path
     rehearse: bool
+
+    @property
+    def log(self) -> Path:
+        """The file with the messages of this process's commands."""
+        return self.folder / f"log-{self.process}.txt"
 
     @property
     def writes(self) -> bool:
@@ -68,13 +78,14 @@ class Cluster:
 
     def large(self, name: str, *overrides: str) -> list[str]:
         """Returns the arguments of a run of Llama 3 8B's layers in bfloat16, as many as fit half of the memory."""
+        common = ("train.precision=bfloat16", "checkpoint.every_steps=0")  # its checkpoints would be large
         if self.rehearse:
-            return self._arguments(name, 64, 2, 64, 8, "train.precision=bfloat16", *overrides)
-        devices = self.processes * len(gpu_memory_mib())
-        parameters = 0.5 * min(gpu_memory_mib()) * 2**20 * devices / 16 - 2 * 128256 * 4096
+            return self._arguments(name, 64, 2, 64, 8, *common, *overrides)
+        devices = self.processes * len(visible())
+        parameters = 0.5 * min(map(float, query_gpus("memory.total"))) * 2**20 * devices / 16 - 2 * 128256 * 4096
         layers = max(2, min(32, int(parameters // 218e6)))
         mlp = ("model.num_kv_heads=8", "model.intermediate_size=14336", "data.synthetic=128256", "train.remat=full")
-        return self._arguments(name, 4096, layers, 8192, 2 * devices, "train.precision=bfloat16", *mlp, *overrides)
+        return self._arguments(name, 4096, layers, 8192, 2 * devices, *common, *mlp, *overrides)
 
     def _arguments(self, name: str, width: int, layers: int, length: int, rows: int, *overrides: str) -> list[str]:
         settings = [
@@ -86,24 +97,33 @@ class Cluster:
         names = {setting.partition("=")[0] for setting in overrides}
         return [*(setting for setting in settings if setting.partition("=")[0] not in names), *overrides]
 
-    def start(self, arguments: list[str], module: str = "jaxmnt.train", **variables: str) -> subprocess.Popen[str]:
-        """Starts a command of jaxmnt in this process's place in the cluster. Its output goes to a log in the folder."""
+    def start(self, arguments: list[str], *module: str, **variables: str) -> subprocess.Popen[str]:
+        """Starts a command of jaxmnt in this process's place in the cluster, by default jaxmnt.train.
+
+        `module` may continue with arguments that precede `arguments`. The messages go to a log in the folder.
+        """
         config = self.folder / f"empty-{self.process}.yaml"
         config.write_text("{}\n")
-        log = (self.folder / f"log-{self.process}.txt").open("a", encoding="utf-8")
         environment = os.environ | variables
         if self.rehearse:
             environment |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": variables.get("JAX_NUM_CPU_DEVICES", "2")}
-        command = [sys.executable, "-m", module, "--config", str(config), *arguments]
-        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, cwd=ROOT, env=environment)
+        command = [sys.executable, "-m", *(module or ("jaxmnt.train",)), "--config", str(config), *arguments]
+        with self.log.open("a", encoding="utf-8") as log:
+            return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, cwd=ROOT, env=environment)
 
-    def run(self, arguments: list[str], module: str = "jaxmnt.train", **variables: str) -> str:
-        """Runs a command to its end and returns its output. Raises `RuntimeError` if it fails."""
-        process = self.start(arguments, module, **variables)
+    def execute(self, arguments: list[str], *module: str, codes: tuple[int, ...] = (0,), **variables: str) -> str:
+        """Runs a command to its end and returns its output.
+
+        Raises `RuntimeError` if its exit code is not in `codes`.
+        """
+        process = self.start(arguments, *module, **variables)
         output, _ = process.communicate()
-        if process.returncode:
-            log = (self.folder / f"log-{self.process}.txt").read_text(encoding="utf-8").strip().splitlines()
-            raise RuntimeError(f"{module} ended with exit code {process.returncode}: {log[-1] if log else ''}")
+        if process.returncode not in codes:
+            messages = self.log.read_text(encoding="utf-8").strip().splitlines()
+            last_message = messages[-1] if messages else ""
+            raise RuntimeError(
+                f"{(module or ('jaxmnt.train',))[0]} ended with exit code {process.returncode}: {last_message}"
+            )
         return output
 
     def records(self, name: str, file: str = "metrics.jsonl", kind: str = "train") -> list[Result]:
@@ -115,45 +135,49 @@ class Cluster:
         return [record["loss"] for record in self.records(name)]
 
 
-def gpu_memory_mib() -> list[float]:
-    """Returns the memory of each GPU of this host. Ends the command if there is none."""
-    return [float(memory) for memory in query_gpus("memory.total")]
+def visible() -> list[str]:
+    """Returns the GPUs that this process can see. Ends the command if there is none."""
+    gpus = visible_gpus(os.environ, len(query_gpus("name")))
+    return gpus or sys.exit("CUDA_VISIBLE_DEVICES hides all GPUs of this host; --rehearse runs all parts on the CPU")
 
 
 # -- the parts
 
 
-def checks(cluster: Cluster) -> Result:
+def checks(run: ReportRun) -> Result:
     """The table of preflight: hosts, network, and the collectives along each mesh axis."""
-    output = cluster.run([*cluster.small("preflight"), "--json"], "jaxmnt.preflight")
-    if not cluster.writes:
+    options = ["--json"] if run.rehearse else ["--json", "--nccl-debug"]
+    codes = (ExitCode.FINISHED, ExitCode.PREFLIGHT)
+    output = run.execute([*run.small("preflight"), *options], "jaxmnt.preflight", codes=codes)
+    if not run.writes:
         return {}
     rows = json.loads(output)
     return {"ok": all(row["verdict"] != "failed" for row in rows), "rows": rows}
 
 
-def losses(cluster: Cluster) -> Result:
+def losses(run: ReportRun) -> Result:
     """The losses of all devices against those of one device, in float32."""
-    cluster.run(cluster.small("all", "mesh.data=1", "mesh.fsdp=-1"))
-    if not cluster.writes:
+    run.execute([*run.small("all", "mesh.data=1", "mesh.fsdp=-1"), "--fresh"])
+    if not run.writes:
         return {}
-    # One process on one device: an explicit launcher, whose variables are empty, is none.
-    alone = {"CUDA_VISIBLE_DEVICES": "0", "JAX_NUM_CPU_DEVICES": "1"} | dict.fromkeys(VARIABLES.values(), "")
-    cluster.run(cluster.small("one", "cluster.launcher=explicit"), **alone)
-    pairs = list(zip(cluster.losses("all"), cluster.losses("one"), strict=True))
+    # One process on one device: an explicit launcher whose variables are empty says nothing.
+    one_gpu = {} if run.rehearse else {"CUDA_VISIBLE_DEVICES": visible()[0]}
+    alone = {"JAX_NUM_CPU_DEVICES": "1"} | one_gpu | dict.fromkeys(VARIABLES.values(), "")
+    run.execute([*run.small("one", "cluster.launcher=explicit"), "--fresh"], **alone)
+    pairs = list(zip(run.losses("all"), run.losses("one"), strict=True))
     difference = max(abs(both / single - 1) for both, single in pairs)
     return {"ok": difference < CLOSE, "largest_relative_difference": difference, "steps": len(pairs)}
 
 
-def speed(cluster: Cluster) -> Result:
+def speed(run: ReportRun) -> Result:
     """The time of a step and its exposed communication, measured and planned."""
     profiled = STEPS - 2
-    cluster.run(cluster.large("large", "mesh.data=1", "mesh.fsdp=-1", f"telemetry.profile_at={profiled}"))
-    if not cluster.writes:
+    run.execute([*run.large("large", "mesh.data=1", "mesh.fsdp=-1", f"telemetry.profile_at={profiled}"), "--fresh"])
+    if not run.writes:
         return {}
-    steps = [record for record in cluster.records("large")[3:] if abs(record["step"] - profiled) > 1]
+    steps = [record for record in run.records("large")[3:] if abs(record["step"] - profiled) > 1]
     middle = lambda name: statistics.median(record[name] for record in steps)
-    summary = cluster.folder / "runs" / "large" / "profiles" / str(profiled) / "summary.json"
+    summary = run.folder / "runs" / "large" / "profiles" / str(profiled) / "summary.json"
     profile = json.loads(summary.read_text()) if summary.exists() else None
     return {
         "ok": True,
@@ -162,61 +186,54 @@ def speed(cluster: Cluster) -> Result:
         "mfu": None if steps[0]["mfu"] is None else middle("mfu"),
         "profile_of_a_device": profile and {name: profile[name] for name in profile if name != "operations"},
         "exposed_seconds": profile and profile["communication"] - profile["overlap"],
-        "planned": planned(cluster),
+        "planned": planned(run),
     }
 
 
-def planned(cluster: Cluster) -> Result | None:
+def planned(run: ReportRun) -> Result | None:
     """What `--dry-run` says of the same run; None for devices whose data sheet jaxmnt does not have."""
-    if cluster.rehearse:
-        target = ["--devices", str(2 * cluster.processes)]
+    if run.rehearse:
+        target = ["--devices", str(2 * run.processes)]
     else:
         chip = plan_target()
         if chip is None:
             return None
-        target = ["--target", chip, "--hosts", str(cluster.processes), "--devices-per-host", str(len(gpu_memory_mib()))]
-    settings = cluster.large("plan", "mesh.data=1", "mesh.fsdp=-1")
-    output = cluster.run([*settings, "--dry-run", "--json", *target], JAX_PLATFORMS="cpu")
+        target = ["--target", chip, "--hosts", str(run.processes), "--devices-per-host", str(len(visible()))]
+    settings = run.large("plan", "mesh.data=1", "mesh.fsdp=-1")
+    output = run.execute([*settings, "--dry-run", "--json", *target], JAX_PLATFORMS="cpu")
     plan = json.loads(output)
     return {"prediction": plan.get("prediction"), "memory": plan["memory"], "mesh": plan["mesh"]}
 
 
-def resume(cluster: Cluster) -> Result:
+def resume(run: ReportRun) -> Result:
     """A process is killed in the middle; the others end, and the same command resumes with the same losses."""
-    arguments = cluster.small("killed", "mesh.data=1", "mesh.fsdp=-1")
-    note = cluster.folder / "killed.txt"
-    process = cluster.start(arguments)
-    if cluster.process == cluster.processes - 1:
-        wait_for_checkpoint(cluster, process)
-        note.write_text(repr(time.time()))
-        process.send_signal(signal.SIGKILL)
+    arguments = run.small("killed", "mesh.data=1", "mesh.fsdp=-1")
+    journal, plan = run.folder / "killed.jsonl", run.folder / f"kill-{run.process}.json"
+    victim = run.processes - 1
+    if run.process == victim:
+        journal.unlink(missing_ok=True)
+    fault = Fault("kill", "kill", "mid-step", victim, "peer_lost", offset=KILLED_STEP)
+    plan.write_text(json.dumps({"faults": [vars(fault)], "journal": str(journal)}))
+    process = run.start([*arguments, "--fresh"], "jaxmnt.drill.inject", str(plan), "--")
     process.communicate()
     ended = time.time()
     code = process.returncode
-    cluster.run(arguments)
-    if not cluster.writes:
+    run.execute(arguments)
+    if not run.writes:
         return {}
-    same = cluster.losses("killed") == cluster.losses("all")
-    steps_again = cluster.records("killed", "events/0.jsonl", "steps_again")
+    same = run.losses("killed") == run.losses("all")
+    steps_again = run.records("killed", "events/0.jsonl", "steps_again")
+    killed = json.loads(journal.read_text())["time"]
     return {
-        "ok": same and (cluster.processes == 1 or code != 0),
+        "ok": same and code != 0,
         "losses_equal_those_of_an_uninterrupted_run": same,
         "exit_code_of_process_0": code,
-        "seconds_until_process_0_ended": round(ended - float(note.read_text()), 1),
+        "seconds_until_process_0_ended": round(ended - killed, 1),
         "steps_taken_again": sum(event["steps"] for event in steps_again),
     }
 
 
-def wait_for_checkpoint(cluster: Cluster, process: "subprocess.Popen[str]") -> None:
-    """Returns when the first checkpoint is committed. Raises `RuntimeError` if the run ends before."""
-    manifest = cluster.folder / "runs" / "killed" / "checkpoints" / str(SAVE_EVERY) / "jaxmnt.json"
-    while not manifest.exists():
-        if process.poll() is not None:
-            raise RuntimeError("the run ended before its first checkpoint")
-        time.sleep(0.01)
-
-
-PARTS: dict[str, Callable[[Cluster], Result]] = {
+PARTS: dict[str, Callable[[ReportRun], Result]] = {
     "checks": checks, "losses": losses, "speed": speed, "resume": resume,
 }  # fmt: skip
 
@@ -224,23 +241,39 @@ PARTS: dict[str, Callable[[Cluster], Result]] = {
 # -- the report
 
 
-def anonymous(text: str, cluster: Cluster, hosts: list[str]) -> str:
-    """Returns the text with hosts numbered, and without the names of users and folders."""
-    for number, host in enumerate(hosts):
-        text = re.sub(rf"\b{re.escape(host)}\b", f"host {number}", text)
-    text = re.sub(r"\b\d{1,3}(\.\d{1,3}){3}\b", "ADDRESS", text)
-    for path in sorted({str(cluster.folder), str(ROOT), str(Path.home())}, key=len, reverse=True):
-        text = text.replace(path, "FOLDER")
-    return re.sub(rf"\b{re.escape(getpass.getuser())}\b", "USER", text)
+def secrets(run: ReportRun) -> list[tuple[str, str]]:
+    """Returns patterns of what a report must not contain, each with what replaces it."""
+    paths = {str(run.folder), str(ROOT), str(Path.home())} - {"/"}
+    patterns = [(re.escape(path), "FOLDER") for path in sorted(paths, key=len, reverse=True)]
+    for process in range(run.processes):
+        host = (run.folder / f"host-{process}.txt").read_text()
+        for name in dict.fromkeys((host, host.partition(".")[0])):
+            patterns.append((rf"\b{re.escape(name)}(\.[\w.-]+)?\b", f"host {process}"))
+    patterns.append((r"\b\d{1,3}(\.\d{1,3}){3}\b", "ADDRESS"))
+    patterns.append((r"\b[0-9a-fA-F]{1,4}(:[0-9a-fA-F]{0,4}){2,}", "ADDRESS"))
+    with contextlib.suppress(KeyError, OSError):  # raised for a user without a name
+        patterns.append((rf"\b{re.escape(getpass.getuser())}\b", "USER"))
+    return patterns
+
+
+def anonymous(value: Any, patterns: list[tuple[str, str]]) -> Any:
+    """Returns a part of the report, with the patterns replaced in its texts."""
+    if isinstance(value, dict):
+        return {key: anonymous(entry, patterns) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [anonymous(entry, patterns) for entry in value]
+    if not isinstance(value, str):
+        return value
+    for pattern, replacement in patterns:
+        value = re.sub(pattern, replacement, value)
+    return value
 
 
 def versions() -> Result:
     """Returns what the report was made with."""
-    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-    found = subprocess.run(query, capture_output=True, text=True).stdout if shutil.which(query[0]) else ""
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=ROOT).stdout.strip()
-    packages = {name: version(name) for name in ("jaxmnt", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint")}
-    return {"gpus": found.splitlines(), "commit": commit, "python": sys.version.split()[0], "packages": packages}
+    git = ["git", "rev-parse", "HEAD"]
+    commit = subprocess.run(git, capture_output=True, text=True, cwd=ROOT).stdout.strip() if shutil.which("git") else ""
+    return {"commit": commit, "python": sys.version.split()[0], "software": software()}
 
 
 def page(report: Result) -> str:
@@ -250,7 +283,7 @@ def page(report: Result) -> str:
         mark = "ok" if part["ok"] else "FAILED"
         text = html.escape(json.dumps({key: part[key] for key in part if key != "ok"}, indent=2, ensure_ascii=False))
         rows.append(f"<h2>{html.escape(name)}: {mark}</h2><pre>{text}</pre>")
-    about = html.escape(json.dumps(report["versions"], indent=2))
+    about = html.escape(json.dumps({"gpus": report["gpus"]} | report["versions"], indent=2))
     return (
         '<!doctype html><html lang="en"><meta charset="utf-8"><title>jaxmnt on a cluster</title>'
         "<style>body{font:15px system-ui;max-width:60em;margin:2em auto;padding:0 1em}pre{overflow-x:auto}</style>"
@@ -263,30 +296,32 @@ def main() -> None:
     options = parse()
     folder = options.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    identity = identify(ClusterSettings())
-    cluster = Cluster(identity.process_id, identity.processes, folder, options.rehearse)
-    (folder / f"host-{cluster.process}.txt").write_text(socket.gethostname())
-    devices = 2 if options.rehearse else len(gpu_memory_mib())
+    identity = identify(Cluster())
+    run = ReportRun(identity.process_id, identity.processes, folder, options.rehearse)
+    (folder / f"host-{run.process}.txt").write_text(socket.gethostname())
+    made_with = versions()
+    gpus = [] if options.rehearse else query_gpus("name,driver_version")
+    devices = 2 if options.rehearse else len(visible())
     began, parts = time.monotonic(), {}
     for name in options.only or PARTS:
         started = time.monotonic()
         try:
-            parts[name] = PARTS[name](cluster)
+            parts[name] = PARTS[name](run)
         except Exception as error:  # is part of the report, and the other parts may still work
             parts[name] = {"ok": False, "error": f"{type(error).__name__}: {error}"}
         parts[name]["seconds"] = round(time.monotonic() - started, 1)
         mark = "ok" if parts[name].get("ok", True) else "FAILED"
         print(f"{name:8} {mark} in {parts[name]['seconds']:.0f} s", file=sys.stderr, flush=True)
-    if not cluster.writes:
+    if not run.writes:
         return
     report = {
-        "format": 1, "date": time.strftime("%Y-%m-%d"), "rehearsal": options.rehearse, "processes": cluster.processes,
-        "devices_per_process": devices, "seconds": time.monotonic() - began, "versions": versions(), "parts": parts,
+        "format": 1, "date": time.strftime("%Y-%m-%d"), "rehearsal": options.rehearse, "processes": run.processes,
+        "devices_per_process": devices, "seconds": time.monotonic() - began, "gpus": gpus, "versions": made_with,
+        "parts": anonymous(parts, secrets(run)),
     }  # fmt: skip
-    hosts = [path.read_text() for path in sorted(folder.glob("host-*.txt"))]
-    text = anonymous(json.dumps(report, indent=1, ensure_ascii=False), cluster, hosts)
+    text = json.dumps(report, indent=1, ensure_ascii=False)
     (folder / "cluster_report.json").write_text(text + "\n", encoding="utf-8")
-    (folder / "cluster_report.html").write_text(page(json.loads(text)), encoding="utf-8")
+    (folder / "cluster_report.html").write_text(page(report), encoding="utf-8")
     print(f"report  {folder / 'cluster_report.json'}\npage    {folder / 'cluster_report.html'}")
     sys.exit(0 if all(part["ok"] for part in parts.values()) else 1)
 
@@ -296,7 +331,9 @@ def parse() -> argparse.Namespace:
     default = Path("cluster_report")
     parser.add_argument("--folder", type=Path, default=default, help="a folder that all hosts see (cluster_report)")
     parser.add_argument("--rehearse", action="store_true", help="all parts on CPU devices, tiny")
-    parser.add_argument("--only", nargs="+", choices=PARTS, help="these parts alone")
+    parser.add_argument(
+        "--only", nargs="+", choices=PARTS, help="these parts alone; resume needs the run of losses in the folder"
+    )
     return parser.parse_args()
 
 

@@ -30,6 +30,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from jaxmnt.plan.chips import CHIPS
+
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 Result = dict[str, Any]
@@ -102,8 +104,8 @@ def query_gpus(field: str) -> list[str]:
 
 def plan_target() -> str | None:
     """Returns the name that `--target` has for the GPUs of this host; None if it has none."""
-    name = query_gpus("name")[0].lower()
-    return next((chip for chip in ("b200", "h200", "h100", "a100") if chip in name), None)
+    name = query_gpus("name")[0]
+    return next((target for target, chip in CHIPS.items() if chip.kind == name), None)
 
 
 def train(bench: Bench, name: str, shape: Shape, *overrides: str, code: int = 0, run: Path | None = None) -> Path:

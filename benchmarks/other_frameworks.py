@@ -26,7 +26,7 @@ SCORE_PASSES = 8
 dropout."""
 LAUNCH_SECONDS = 4e-6
 """For each kernel that the host starts."""
-AGAIN_ELSEWHERE = RECOMPUTE_SHARES | {
+ALL_RECOMPUTE_SHARES = RECOMPUTE_SHARES | {
     "half_the_products": RecomputeShare(0.5, 0, 1),
     "half_the_layers": RecomputeShare(0.5, 0.5, 0.5),
 }
@@ -101,7 +101,7 @@ class Software(ProgramTraits):
 class OtherStep(Step):
     """A step of another framework."""
 
-    policies = AGAIN_ELSEWHERE
+    policies = ALL_RECOMPUTE_SHARES
     scheme: OtherScheme
     traits: Software
 
