@@ -1,9 +1,9 @@
 """python -m slow_train PLAN [arguments of jaxmnt.train]
 
-Trains as jaxmnt.train does, with one process slowed down on purpose. PLAN is "PROCESS PHASE FIRST FINAL_EVENTS; …":
-from the first to the last of these steps the process sleeps in the phase (data, other or save) for 30 % of a step, as
-long as the median of the first ten was. While a process is slow in its saves, all take steps that are PACE longer: with
-four processes on two cores the time of a save varies by a tiny model's whole step.
+Trains as jaxmnt.train does, with one process slowed down on purpose. PLAN is "PROCESS PHASE FIRST LAST; …": from the
+first to the last of these steps the process sleeps in the phase (data, other or save) for 30 % of a step, as long as
+the median of the first ten was. While a process is slow in its saves, all take steps that are PACE longer: with four
+processes on two cores the time of a save varies by a tiny model's whole step.
 """
 
 import statistics

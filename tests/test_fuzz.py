@@ -270,7 +270,7 @@ def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
         (authentication, ("_FILE_TIMEOUT_SECONDS",)),
     ):
         for name in names:
-            monkeypatch.setattr(module, name, 0.02, raising=False)
+            monkeypatch.setattr(module, name, 0.02)
 
 
 @pytest.fixture

@@ -520,7 +520,9 @@ def test_a_mesh_is_found_and_written(tmp_path, capsys):
     assert command.main(asked) == 0
     shown = capsys.readouterr().out
     assert re.match(
-        r"answer  16\.4M tokens in [\d.]+ (s|min) \(.* to .*\) for [\d.]+ \([\d.]+ to [\d.]+\): \d+ GPUs, ", shown
+        r"answer  16\.4M tokens in [\d.]+ (s|min) \([\d.]+ (s|min) to [\d.]+ (s|min)\) "
+        r"for [\d.]+ \([\d.]+ to [\d.]+\): \d+ GPUs, ",
+        shown,
     )
     assert "--compile 6" in shown
     with pytest.raises(ConfigError, match="--compile: 0 compiles nothing"):

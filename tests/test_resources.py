@@ -169,12 +169,12 @@ def test_a_run_says_what_it_takes_and_names_a_slow_device(tiny, monkeypatch, cap
 
     monkeypatch.setattr(TimedProduct, "__call__", times)
     monkeypatch.setattr(monitoring, "reader_of_gpus", lambda devices: lambda: GpuReader(["0", "1"], nvml))
-    finished = monitoring.Monitoring.check_loss
+    check_loss = monitoring.Monitoring.check_loss
 
     def see(self, step, loss):
         if step == 10:
             slow[0], nvml.xids = False, [(1, 79)]
-        finished(self, step, loss)
+        check_loss(self, step, loss)
         if step in range(11, 19):  # readings go on meanwhile
             read = nvml.readings
             until(lambda: nvml.readings > read + 2 and not nvml.xids, 20)

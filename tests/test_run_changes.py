@@ -350,7 +350,8 @@ def test_a_run_that_was_set_aside_is_found_where_its_checkpoints_are(tiny, whole
     write_config(run, config)
     assert find(str(run / "aside-1"), "it").path == tmp_path / "big" / "aside-1" / "checkpoints" / "20"
     shutil.rmtree(tmp_path / "big" / "aside-1")
-    with pytest.raises(ConfigError, match=r"aside-1 belongs to run .*, but its checkpoint\.dir .*big now belongs to"):
+    words = r"aside-1 belongs to run .*, but its checkpoint\.dir .*big now belongs to run "
+    with pytest.raises(ConfigError, match=words):
         find(str(run / "aside-1"), "it")
 
 

@@ -184,7 +184,8 @@ def test_a_run_with_its_checkpoints_in_a_bucket(tiny, tmp_path, address, whole_r
         match=r"checkpoint\.dir: gs://.* has the checkpoint of step 20 of .*, but .* step 0",
     ):
         train(tiny(f"run.dir={tmp_path / 'second'}"), devices=one_device())
-    with pytest.raises(ConfigError, match=r"checkpoint\.dir: .*whole.* belongs to run .*, gs://bucket/.* belongs to"):
+    words = r"checkpoint\.dir: .*whole.* belongs to run .*, gs://bucket/.* belongs to run "
+    with pytest.raises(ConfigError, match=words):
         train(tiny(there[0], f"run.dir={shutil.copytree(whole_run.run.dir, tmp_path / 'whole')}"), devices=one_device())
 
 
@@ -302,6 +303,6 @@ def test_a_full_disk_leaves_no_file_and_is_told_with_its_name(tmp_path, monkeypa
         shown = capsys.readouterr().err
         assert shown.startswith(f"jaxmnt: error: {tmp_path}/")
         assert shown.endswith("cannot be written: No space left on device; make room\n")
-    with pytest.raises(ConfigError, match=rf"the run's key {tmp_path}/run.key: No space left"):
+    with pytest.raises(ConfigError, match=rf"cannot read or create the run's key {tmp_path}/run.key: No space left"):
         run_key(tmp_path, {})
     assert list(tmp_path.iterdir()) == []

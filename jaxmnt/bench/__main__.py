@@ -23,7 +23,7 @@ def main(arguments: list[str]) -> int:
     config = load_config(options.config, options.overrides)
     request = ScalingRequest(
         config_file=options.config, config=config, overrides=tuple(options.overrides),
-        processes=_parse_process_counts(options.processes),
+        processes=_parse_increasing_counts(options.processes),
         modes=("weak", "strong") if options.mode == "both" else (options.mode,), steps=options.steps,
         rounds=options.rounds, folder=options.output or config.run_dir / FOLDER,
         devices_per_process=options.devices_per_process, cores_per_process=options.cores_per_process,
@@ -42,7 +42,7 @@ def main(arguments: list[str]) -> int:
     return ExitCode.FINISHED
 
 
-def _parse_process_counts(text: str) -> tuple[int, ...]:
+def _parse_increasing_counts(text: str) -> tuple[int, ...]:
     """Returns the numbers of processes in a comma-separated list. Raises `ConfigError` unless they increase."""
     counts = tuple(int(part) if part.strip().isdecimal() else 0 for part in text.split(","))
     if len(counts) < 2 or list(counts) != sorted(set(counts)) or counts[0] < 1:

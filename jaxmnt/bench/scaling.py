@@ -49,7 +49,10 @@ class ScalingRequest:
     rounds: int
     folder: Path
     devices_per_process: int | None = None
-    """Number of GPUs, or of virtual CPU devices on a machine without GPUs, for each process; None lets it decide."""
+    """Number of GPUs, or of virtual CPU devices on a machine without GPUs, for each process.
+
+    None keeps those that a process has, and is refused on a machine with GPUs.
+    """
     cores_per_process: int | None = None
     """Number of CPU cores that each process is bound to; None does not bind processes."""
     slurm: bool = False
@@ -116,8 +119,9 @@ class _RunMeasurement:
 def check(request: ScalingRequest) -> None:
     """Raises `ConfigError` if the calibration is unreadable, cores or GPUs are missing, or a case is impossible.
 
-    A case is impossible if its devices do not fit the mesh, or its batch cannot be split evenly among them. This is
-    only checked if the request has the number of devices per process.
+    Weak scaling must always give a whole number of rows. A case is also impossible if its devices do not fit the mesh,
+    or its batch cannot be split evenly among them; this is only checked if the request has the number of devices per
+    process.
     """
     if request.calibration is not None:
         read_calibration(request.calibration)
@@ -138,7 +142,8 @@ def check(request: ScalingRequest) -> None:
 
 
 def _check_gpus(request: ScalingRequest) -> None:
-    """Raises `ConfigError` unless the GPUs of this machine, if it has any, suffice for all cases."""
+    """Raises `ConfigError` if this machine has GPUs, and the request does not say how many each process gets, or needs
+    more than there are."""
     num_gpus = len(_usable_gpus(request))
     per_process = request.devices_per_process
     if not num_gpus:
@@ -177,17 +182,17 @@ def measure(request: ScalingRequest, print_line: Callable[[str], None]) -> Study
             run = _run(request, mode, processes)
             measurements.setdefault((mode, processes), []).append(run)
             milliseconds = f"{1e3 * run.seconds:,.1f} ms"
-            print_line(f"{mode:6} {_describe(processes)}, round {round_number}: {milliseconds} per step")
+            print_line(f"{mode:6} {_processes_text(processes)}, round {round_number}: {milliseconds} per step")
             rate_file = request.calibration or rate_files.get(processes)
             if round_number == 1 and rate_file is not None and request.should_predict:
                 try:
                     predictions[mode, processes] = _predict(request, mode, processes, run.devices, rate_file)
                 except UserError as error:  # continue without a prediction, because the measurements matter more
-                    print_line(f"note   {mode} {_describe(processes)}: {error}")
+                    print_line(f"note   {mode} {_processes_text(processes)}: {error}")
     return _study(request, measurements, predictions)
 
 
-def _describe(processes: int) -> str:
+def _processes_text(processes: int) -> str:
     return counted(processes, "process", "processes")
 
 
@@ -352,7 +357,7 @@ def _calibrate(request: ScalingRequest, processes: int, print_line: Callable[[st
     ]
     arguments = ["--config", str(request.config_file), *settings, "--calibrate", str(file)]
     _launch(request, processes, request.folder, arguments)
-    print_line(f"rates  {_describe(processes)}: measured")
+    print_line(f"rates  {_processes_text(processes)}: measured")
     return file
 
 

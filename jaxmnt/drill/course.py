@@ -100,8 +100,11 @@ def _shrink_mesh(mesh: Mesh, devices: int) -> Mesh:
     return mesh.model_copy(update=sizes | {"data": remaining_devices, "allow_split_hosts": True})
 
 
-MAX_STEPS_PER_START = 16
-"""Maximum number of steps that a start trains before a fault ends it."""
+STEPS_PER_START = 16
+"""Number of steps by which each planned start lengthens the run.
+
+A start may train more, because most faults come earlier.
+"""
 
 _START_TIMEOUT_SECONDS = 600.0
 """Time after which a start that has not ended counts as hanging, and is terminated."""
@@ -198,9 +201,11 @@ class Drill:
         namespace_command = _NETWORK_NAMESPACE_COMMAND if any(fault.namespace for fault in faults) else []
         began = time.time()
         checkpoints_before = _checkpoint_steps(run_dir)
-        exit_code = _run_command([*namespace_command, *self._command(plan, run_dir)], log)
+        exit_code = _run_to_log([*namespace_command, *self._command(plan, run_dir)], log)
         if exit_code is None:
-            raise UserError(f"{name} of the drill hung, and no timeout of the run ended it; its output is in {log}")
+            raise UserError(
+                f"start {name!r} of the drill hung, and no timeout of the run ended it; its output is in {log}"
+            )
         ended = time.time()
         lines = read_lines(run_dir / METRICS)
         new_lines = [line for line in lines if line["time"] >= began and "step" in line]
@@ -250,13 +255,13 @@ def prepare_drill(
 ) -> Drill:
     """Creates a folder that contains the small config, and returns a drill that runs in it."""
     folder.mkdir(parents=True)
-    small_config = shrink_config(config, processes * devices, MAX_STEPS_PER_START * len(plan), folder / "compiled")
+    small_config = shrink_config(config, processes * devices, STEPS_PER_START * len(plan), folder / "compiled")
     config_file = folder / "small.yaml"
     config_file.write_text(dump_config(small_config), encoding="utf-8")
     return Drill(small_config, config_file, folder, processes, devices, prefix, plan)
 
 
-def _run_command(command: list[str], log: Path) -> int | None:
+def _run_to_log(command: list[str], log: Path) -> int | None:
     """Runs a command and returns its exit code; None if the command had to be stopped after a timeout.
 
     The output of the command is written to `log`.

@@ -22,7 +22,10 @@ class Fault:
     expected_event: str
     """Kind of the event that should report the fault."""
     offset: int = 6
-    """The number of the step or save at which the fault happens, counted from the start of the processes."""
+    """The number of the step, save or batch read at which the fault happens, counted from the start of the processes.
+
+    For a poisoned batch it is the step of the run.
+    """
     ends: bool = True
     """True if the fault ends the processes."""
     namespace: bool = False

@@ -39,7 +39,10 @@ class Finding:
     committed_lost: int = 0
     """Number of steps that were repeated although a valid checkpoint contained them."""
     back_seconds: float | None = None
-    """Seconds from the fault until the first step of the next start; None if there is none."""
+    """Seconds from the fault until the first step of the next start.
+
+    None if there is none, or if the fault does not end the processes.
+    """
     identical: bool = False
     """True if all steps up to the next fault, and the final state, are equal to those of the run without faults."""
     unexpected_events: str = ""

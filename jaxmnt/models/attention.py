@@ -123,8 +123,8 @@ class KVHeads:
         return jnp.asarray(self._indices_by_shard)[index_along("heads", self.placement)] if self._is_subset else None
 
     def select(self, array: Array, axis: int) -> Array:
-        """Returns the part of an array for the heads that this device computes. The array has all heads along
-        `axis`."""
+        """Returns the part of an array for the heads that this device computes, from the heads whose weights it has,
+        along `axis`."""
         return array if self.indices is None else jnp.take(array, self.indices, axis=axis)
 
     def align_to_queries(self, k_BLGK: Array) -> Array:

@@ -267,7 +267,7 @@ def attend_blockwise(options: ScoreOptions, inputs: Inputs) -> tuple[Array, tupl
 
 
 def _keys_by_group(inputs: Inputs) -> Keys:
-    """Returns keys, values and segments by group, padded with zeros if the rows are long."""
+    """Returns keys and values by group, and the segments, all padded with zeros if the rows are long."""
     groups = inputs.k_BLGK.shape[2]
     k_NLK = _by_group(inputs.k_BLGK, groups)[:, 0]
     v_NLK = _by_group(inputs.v_BLGK, groups)[:, 0]

@@ -274,11 +274,10 @@ def products_of(arrays: Params, axes: Params) -> tuple[Product, ...]:
         width_dimension = next((dimension for dimension, name in enumerate(names) if name in GATHERED), None)
         is_split = any({*RULES["sequence"]} & {*RULES.get(name or "", ())} for name in names)
         width = leaf.shape[width_dimension or 0]
-        if width_dimension:  # the width is not the first dimension
-            sizes, split_side = (leaf.size // width, width), "inputs"
-        else:
-            sizes, split_side = (width, leaf.size // width), "outputs"
-        side = split_side if is_split and width_dimension is not None else ""
+        # The width is the inputs if it is the first dimension. Otherwise it is the outputs.
+        sizes = (leaf.size // width, width) if width_dimension else (width, leaf.size // width)
+        other_side = "inputs" if width_dimension else "outputs"
+        side = other_side if is_split and width_dimension is not None else ""
         products.append(Product(*sizes, side, name=parameter))
     return tuple(products)
 

@@ -85,7 +85,7 @@ class GPT2Attention(BiasedAttention):
 
 class MLP(nnx.Module):
     """Two linear layers with biases, and between them GELU in its tanh approximation (Hendrycks and Gimpel 2016,
-    arXiv:1606.08415). Shapes: B batch, S a device's piece of the length, L the whole length, D model, F inner."""
+    arXiv:1606.08415)."""
 
     def __init__(self, hidden_size: int, intermediate_size: int, output_std: float, rngs: nnx.Rngs):
         self.up = weight(rngs, (hidden_size, intermediate_size), ("embed", "mlp"))

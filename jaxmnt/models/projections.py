@@ -75,8 +75,8 @@ def project_scattered(x: Array, weight: Array, placement: Placement, split: str)
 
 
 def _choose_mode(x: Array, weight: Array, heads: HeadIndices, pieces: int = 1) -> ProductMode:
-    """Returns the mode of the product of x and a weight, and records the product. x is multiplied in this number of
-    pieces along the length."""
+    """Returns the mode of the product of x and a weight, and records the product. x is multiplied in `pieces`
+    pieces of the length."""
     tokens, inputs = math.prod(x.shape[:2]) // pieces, math.prod(x.shape[2:])
     outputs = weight.size // inputs
     if heads is not None:
@@ -155,9 +155,9 @@ def _project_ring_backward(
 
     gradient_of_piece = lambda mode, piece, weight: _x_gradient(mode, piece, weight, x_BLD)
 
-    def sum_gradients(number: Array) -> Array:
-        """Returns the gradient of piece `number` of x, summed over the products."""
-        pieces = [piece_of_length(gradient, number, placement) for gradient in gradients]
+    def sum_gradients(index: Array) -> Array:
+        """Returns the gradient of piece `index` of x, summed over the products."""
+        pieces = [piece_of_length(gradient, index, placement) for gradient in gradients]
         x_gradients = [
             _hide_from_remat(gradient_of_piece, mode, piece, weight)
             for mode, piece, weight in zip(modes, pieces, selected, strict=True)
@@ -205,8 +205,8 @@ def _scatter_ring_backward(
 def _scatter_ring(
     mode: ProductMode, placement: Placement, x: Array, weight: Array
 ) -> tuple[Array, tuple[Array, Array]]:
-    multiply_piece = lambda number: _hide_from_remat(_project, mode, piece_of_length(x, number, placement), weight)
-    return checkpoint_name(scatter_piece_by_piece(multiply_piece, placement), SCATTERED), (x, weight)
+    compute_addend = lambda index: _hide_from_remat(_project, mode, piece_of_length(x, index, placement), weight)
+    return checkpoint_name(scatter_piece_by_piece(compute_addend, placement), SCATTERED), (x, weight)
 
 
 def _hide_from_remat(product: Callable[..., Array], mode: ProductMode, *arrays: Array) -> Array:

@@ -199,7 +199,8 @@ def build_placement(config: Config, mesh: jax.sharding.Mesh, stacks: Sequence[st
     num_shards = math.prod(mesh.shape[axis] for axis in RULES["kv_heads"])
     if kv_heads % num_shards or not rules["kv_heads"] or not rules["heads"]:
         # A device's share of the key/value heads would not be the heads that its queries need. So the weights are whole
-        # where they are used, and are stored split along the embedding over all these axes.
+        # where they are used. If heads are split and the width is divisible, they are stored split along the embedding
+        # over all these axes.
         rules["kv_heads"] = ()
         storage_axes = (*rules["embed"], *RULES["kv_heads"])
         storage_shards = math.prod(mesh.shape[axis] for axis in storage_axes)
@@ -212,9 +213,9 @@ def build_placement(config: Config, mesh: jax.sharding.Mesh, stacks: Sequence[st
 
 _MIN_RING_TOKENS, _MIN_RING_WIDTH = 2048, 2048
 """The minimum number of tokens in a piece, and of inputs to the MLP's last product, for which `auto` chooses the ring.
-With at least 1,700 inputs (F), a product on an H100 takes longer than the transfer of its piece: it computes 2 · T · D
-· F FLOPs at 593 TFLOP/s, and the transfer moves 2 · T · D bytes at 350 GB/s. Starting a transfer takes about 12 µs,
-which is a small part of its time if the piece has at least about a thousand tokens (T)."""
+With at least 1,700 inputs (F), a product on an H100 takes longer than the transfer of its piece: it computes
+2 · T · D · F FLOPs at 593 TFLOP/s, and the transfer moves 2 · T · D bytes at 350 GB/s. Starting a transfer takes
+about 12 µs, which is a small part of its time if the piece has at least about a thousand tokens (T)."""
 
 
 def _choose_overlap(config: Config, placement: Placement) -> Overlap:

@@ -1,7 +1,8 @@
 """python -m jaxmnt.plan --config FILE --target CHIP --gpus N[,N…] [--for time|cost|tokens:2T] [key=value …]
 
-Finds the best mesh for a run on GPUs that need not be present. It estimates every possible mesh, compiles the best few,
-and prints how long the run takes, what it costs, and why. Given several numbers of GPUs, it says which one to use.
+Finds the best mesh for a run on GPUs that need not be present. It estimates the meshes that split the model evenly,
+compiles the best few, and prints how long the run takes, what it costs, and why. Given several numbers of GPUs, it says
+which one to use.
 """
 
 import argparse
@@ -78,7 +79,8 @@ def _print_estimates(
     estimates = [estimate for gpus in counts for estimate in fastest_estimates(search, gpus, request)]
     if not estimates:
         raise ConfigError(
-            "--gpus: by estimate the run fits on none of these numbers of GPUs; set --compile 6 to see what it needs"
+            "--gpus: by estimate the run fits on none of these numbers of GPUs; set --compile "
+            f"{DEFAULT_COMPILATIONS} to see what it needs"
         )
     work.does("")
     best = best_of(estimates, request)
@@ -269,7 +271,8 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         type=int,
         default=DEFAULT_COMPILATIONS,
         metavar="K",
-        help=f"number of candidates to compile; default {DEFAULT_COMPILATIONS}; 0 prints only estimates, in seconds",
+        help=f"number of candidates to compile; default {DEFAULT_COMPILATIONS}; 0 prints only estimates, which takes "
+        "seconds",
     )
     parser.add_argument(
         "--precisions", metavar="P[,P]",
@@ -300,7 +303,8 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
             raise ConfigError(f"--{name.replace('_', '-')}: must be at least {minimum:g} and below 1e9, not {number:g}")
     if options.compile == 0 and (options.write or options.picture):
         raise ConfigError(
-            "--compile: 0 compiles nothing, but --write and --picture need a compiled plan; set --compile 6"
+            "--compile: 0 compiles nothing, but --write and --picture need a compiled plan; set --compile "
+            f"{DEFAULT_COMPILATIONS}"
         )
     return options
 

@@ -110,19 +110,18 @@ def winner(answers: Sequence[Answer], request: PlanRequest) -> PricedPlan | None
     return min(plans, key=lambda plan: (rank(plan.goal), plan.gpus), default=None)
 
 
-_MIN_SCALING = 0.8
+MIN_SCALING = 0.8
 """Minimum slope of the speed over the number of GPUs, on logarithmic axes, at which more GPUs still pay off: with
-twice the GPUs, a run must be 2^0.8 = 1.74 times as fast."""
+twice the GPUs, a run must be at least 2^0.8 = 1.74 times as fast."""
 
 
 def knee(answers: Sequence[Answer]) -> int | None:
-    """Returns the number of GPUs from which on twice the GPUs would be less than 1.74 times as fast, or None if all
-    numbers scale better."""
+    """Returns the number of GPUs after which the next number scales with a slope below `MIN_SCALING`, or None."""
     points = [(answer.gpus, answer.priced[0].goal.seconds) for answer in answers if answer.priced]
     points = [(gpus, seconds) for gpus, seconds in points if math.isfinite(seconds)]
     for (fewer_gpus, fewer_gpus_seconds), (gpus, seconds) in itertools.pairwise(points):
         # The slope of the curve on logarithmic axes: 1 if twice the GPUs take half the time.
-        if math.log(fewer_gpus_seconds / seconds) / math.log(gpus / fewer_gpus) < _MIN_SCALING:
+        if math.log(fewer_gpus_seconds / seconds) / math.log(gpus / fewer_gpus) < MIN_SCALING:
             return fewer_gpus
     return None
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from jaxmnt.errors import counted
-from jaxmnt.plan.answer import Answer, PlanRequest, PricedPlan, advice, knee, reasons
+from jaxmnt.plan.answer import MIN_SCALING, Answer, PlanRequest, PricedPlan, advice, knee, reasons
 from jaxmnt.plan.predict import HIGH, LOW, with_range
 from jaxmnt.plan.search import Search, describe
 from jaxmnt.telemetry.progress import table
@@ -58,7 +58,7 @@ def _gpu_table(answers: Sequence[Answer]) -> list[str]:
             continue
         fastest = answer.priced[0]
         is_knee = answer.gpus == knee_gpus
-        mark = "  <- the knee: from here on, twice the GPUs are less than 1.74 times as fast" if is_knee else ""
+        mark = f"  <- the knee: twice the GPUs are less than {2**MIN_SCALING:.2f} times as fast" if is_knee else ""
         rows.append((
             str(answer.gpus), seconds_text(fastest.plan.seconds), f"{fastest.tokens_per_second:,.0f}",
             f"{fastest.faults.goodput:.1%}", span(fastest.goal.seconds), money(fastest.goal.cost),

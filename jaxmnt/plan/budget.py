@@ -15,6 +15,7 @@ import numpy as np
 
 from jaxmnt.config.mesh import REPLICA_AXES, STAGE_AXIS
 from jaxmnt.distributed.gpu_settings import OUR_MEMORY_FRACTION
+from jaxmnt.errors import counted
 from jaxmnt.parallel.sharding import RULES, SCALES_AND_BIASES, Axes
 from jaxmnt.plan.chips import Chip
 from jaxmnt.plan.hlo import HOST_COPY, Collective, Program
@@ -190,7 +191,7 @@ def notes(spec: StepSpec) -> list[str]:
         lines.append(f"checkpoint: it is stored in another layout; a save needs {size(extra_bytes)} more per device")
     if facts and facts["microbatches"] < facts["stages"]:
         lines.append(
-            f"pipeline: {microbatches_text(facts['microbatches'])} for {facts['stages']} stages; "
+            f"pipeline: {counted(facts['microbatches'], 'microbatch', 'microbatches')} for {facts['stages']} stages; "
             f"stages idle for {facts['idle_percent']} % of the time; lower train.microbatch_size"
         )
     return lines + _without_effect(spec)
@@ -216,11 +217,6 @@ def _without_effect(spec: StepSpec) -> list[str]:
     return [f"{key} has no effect: {reason}" for key, reason in reasons.items() if reason]
 
 
-def microbatches_text(microbatches: int) -> str:
-    """Returns a number of microbatches in words."""
-    return f"{microbatches} microbatch{'es' * (microbatches > 1)}"
-
-
 def schedule_facts(spec: StepSpec) -> dict[str, Any] | None:
     """Returns numbers that describe the pipeline's schedule, or None without a pipeline. `idle_percent` is the share of
     its time for which a stage is idle."""
@@ -240,7 +236,6 @@ def schedule_facts(spec: StepSpec) -> dict[str, Any] | None:
 
 
 Report = dict[str, Any]
-"""The type of the report that `make_report` returns."""
 
 
 def make_report(

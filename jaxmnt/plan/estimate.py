@@ -215,12 +215,12 @@ class Step:
         _add_links(links, {"fsdp": self.step_weights_link(backward), "data": self.gradient_sums_link(backward)}, 1.0)
         _add_links(links, {"pipeline": self.stages_link(), "fsdp": self.ends_link()}, microbatches)
         work = Work(0, 0, 0).plus(forward.plus(backward), microbatches)
-        exposed_seconds = links["model"].exposed if "model" in links else 0.0
+        exposed_over_model = links["model"].exposed if "model" in links else 0.0
         return Estimate(
             *work,
             head=microbatches * self.head_seconds(),
             optimizer=self.optimizer_seconds(),
-            bubble=scheme.idle * (work.seconds + exposed_seconds),
+            bubble=scheme.idle * (work.seconds + exposed_over_model),
             contention=CONTENTION * sum(link.seconds - link.exposed for link in links.values()),
             host=HOST_SECONDS,
             links=links,

@@ -15,7 +15,8 @@ the rates are fitted without the other runs of their publisher (`benchmarks/publ
 
 
 def with_range(to_text: Callable[[float], str], value: float) -> str:
-    """Formats a time or cost with `to_text`, followed by its range. It must be proportional to the step time."""
+    """Formats a time or cost with `to_text`, followed by its range. `value` must be proportional to
+    the step time."""
     return f"{to_text(value)} ({to_text(LOW * value)} to {to_text(HIGH * value)})"
 
 

@@ -7,7 +7,8 @@ import jax
 import numpy as np
 
 from jaxmnt.config.mesh import AXES
-from jaxmnt.plan.budget import Report, microbatches_text
+from jaxmnt.errors import counted
+from jaxmnt.plan.budget import Report
 from jaxmnt.plan.zero import ZeroChoice
 from jaxmnt.telemetry.progress import TableRows, table
 from jaxmnt.training.spec import StepSpec
@@ -66,8 +67,9 @@ def _schedule_lines(spec: StepSpec, report: Report) -> list[str]:
     if facts is None:
         return []
     most_in_flight = max(facts["in_flight"])
+    microbatches = counted(facts["microbatches"], "microbatch", "microbatches")
     lines = [
-        f"stages  {facts['name']}: {microbatches_text(facts['microbatches'])} through {facts['stages']} stages"
+        f"stages  {facts['name']}: {microbatches} through {facts['stages']} stages"
         + (f" of {facts['chunks']} chunks" if facts["chunks"] > 1 else "")
         + f" in {facts['ticks']} ticks, idle {facts['idle_percent']} % of the time, at most {most_in_flight} in flight"
     ]
@@ -109,7 +111,7 @@ def _memory_lines(report: Report) -> list[str]:
     if memory["limit"]:
         share = memory["peak"] / memory["limit"]
         verdict = "" if share <= 1 else ": it does not fit"
-        rows.append(("share of the limit", f"{size(memory['limit'])} ({share:.0%}){verdict}"))
+        rows.append(("limit", f"{size(memory['limit'])}, of which the peak is {share:.0%}{verdict}"))
     for suggestion in memory["levers"]:
         rows.append(("saves", f"{size(suggestion['saves'])}: {suggestion['setting']}"))
     return table(rows, right=set())

@@ -195,9 +195,9 @@ class _Bench:
         """Returns the median seconds of `execute` in the slowest process. A first execution is not measured."""
         jax.block_until_ready(execute())
         barrier("everyone measures", self.identity)
-        return self.slowest_process(statistics.median(measure_times(execute, _REPEATS)))
+        return self.max_over_processes(statistics.median(measure_times(execute, _REPEATS)))
 
-    def slowest_process(self, seconds: float) -> float:
+    def max_over_processes(self, seconds: float) -> float:
         """Returns the largest `seconds` of all processes, the same in each of them, and updates `elapsed`."""
         process_times = all_gather("seconds", (seconds, time.perf_counter() - self._began), self.identity)
         self.elapsed = max(elapsed for _, elapsed in process_times)
@@ -331,7 +331,7 @@ def _measure_page_fault_seconds(bench: _Bench, temporary_bytes: int) -> float:
     execute()
     seconds = resource.getrusage(resource.RUSAGE_SELF).ru_stime - start_seconds
     mapped_bytes = _PAGE_FAULT_EXECUTIONS * len(jax.local_devices()) * program.memory_analysis().temp_size_in_bytes
-    return bench.slowest_process(seconds / mapped_bytes)
+    return bench.max_over_processes(seconds / mapped_bytes)
 
 
 _FREE = Rates(

@@ -105,7 +105,7 @@ def _compare_images(all_facts: Sequence[Facts]) -> list[Row]:
     """Compares the digests of container images (JAXMNT_IMAGE). Returns no row if the variable is set in no process."""
     if not any(facts["image"] for facts in all_facts):
         return []
-    images = [facts | {"image": facts["image"] or "not told"} for facts in all_facts]
+    images = [facts | {"image": facts["image"] or "not set"} for facts in all_facts]
     return _compare_fact(images, "image", "image", warning_row, _IMAGE_ADVICE)
 
 

@@ -166,12 +166,12 @@ def _error_message(action: Callable[[], object]) -> str:
     return ""
 
 
-def room_rows(config: Config, hosts: HostOf) -> list[Row]:
+def room_rows(config: Config, host_of: HostOf) -> list[Row]:
     """Checks that the disk has room for the next checkpoint and for all that are kept. Compiles nothing."""
     import jax
 
     data = open_sources(config.data)
-    spec = build_spec(fit_to_data(config, data), data.vocab_size, jax.devices(), hosts)
+    spec = build_spec(fit_to_data(config, data), data.vocab_size, jax.devices(), host_of)
     state = stored_bytes(canonical_abstract(spec, abstract_state(spec)))
     required = space_needed(state, jax.process_count())
     root = run_directories(config)[-1]

@@ -194,9 +194,9 @@ def _resource_charts(lines: Sequence[Record]) -> Iterable[Chart]:
     ) -> Chart:
         series = []
         for name, (field, statistic) in fields.items():
-            numbers = [_read_statistic(_mapping(line, "of").get(field), statistic) for line in lines]
-            series.append(Series(name, [_scaled(number, factor) for number in numbers]))
-        all_zero = not any(any(quantity.values) for quantity in series)
+            readings = [_read_statistic(_mapping(line, "of").get(field), statistic) for line in lines]
+            series.append(Series(name, [_scaled(reading, factor) for reading in readings]))
+        all_zero = not any(any(curve.values) for curve in series)
         return Chart(chart_id, title, explanation, unit, steps, [] if all_zero else series)
 
     maximum, mean, minimum = "max", "mean", "min"
@@ -228,8 +228,8 @@ def _read_statistic(quantity: Any, statistic: str) -> Any:
 
     The line stores an extreme together with the process that has it, which is left out here.
     """
-    number = quantity.get(statistic) if isinstance(quantity, dict) else None
-    return number[0] if isinstance(number, list) and number else number
+    reading = quantity.get(statistic) if isinstance(quantity, dict) else None
+    return reading[0] if isinstance(reading, list) and reading else reading
 
 
 def _reduce(chart: Chart) -> Chart:

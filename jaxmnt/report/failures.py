@@ -28,6 +28,8 @@ _START_TOLERANCE_SECONDS = 5.0
 """Tolerance for a difference between the clocks of a launcher and of the attempt that it started."""
 _JOB_LOG_GRACE_SECONDS = 600.0
 """Time after the end of an attempt during which the script of its Slurm job may still write to the job's log."""
+_MAX_START_AGE_SECONDS = 600.0
+"""Maximum time between a launcher's recorded start and the beginning of its attempt."""
 _ERROR_WORDS = re.compile(
     r"error|exception|traceback|fatal|abort|killed|out of memory|\boom\b|segfault|signal|xid", re.I
 )
@@ -91,7 +93,7 @@ def find_failures(
     """
     events = _events_by_attempt(run_dir, attempts)
     starts = _launcher_starts(run_dir)
-    found_failures = []
+    failures = []
     for index, (attempt, seconds, next_attempt) in enumerate(zip(attempts, parts, [*attempts[1:], None], strict=True)):
         ended_abruptly = attempt.end is None and (next_attempt is not None or is_over)
         if attempt.end not in _FAILURE_RANK and not ended_abruptly:
@@ -106,7 +108,7 @@ def find_failures(
         lost_seconds = seconds["again"] + seconds["hang"] + seconds["failure"]
         attempt_cost = cost_of([attempt])
         last_step = attempt.steps[-1]["step"] if attempt.steps else attempt.resumed_after
-        found_failures.append(
+        failures.append(
             Failure(
                 attempt=attempt.number,
                 time=root_event["time"] if root_event else attempt.ended,
@@ -129,7 +131,7 @@ def find_failures(
                 then=_describe_next(attempt, next_attempt),
             )
         )
-    return found_failures
+    return failures
 
 
 def _root_failure(failure_events: list[Record]) -> Record | None:
@@ -218,7 +220,7 @@ def _exit_code(starts: list[Record], attempt: Attempt) -> int | None:
     ]
     began = attempt.began - attempt.shifted_seconds
     last_start = max((entry for entry in codes if entry[0] <= began + _START_TOLERANCE_SECONDS), default=None)
-    return last_start[1] if last_start is not None and last_start[0] >= began - _JOB_LOG_GRACE_SECONDS else None
+    return last_start[1] if last_start is not None and last_start[0] >= began - _MAX_START_AGE_SECONDS else None
 
 
 def _log_sizes(events: _AttemptEvents, process: int) -> dict[str, int]:

@@ -80,7 +80,7 @@ def goodput(attempts: Sequence[Attempt]) -> Goodput:
         gpu_hours=sum(map(_device_hours, attempts)),
         cost=cost,
         cost_per_billion_tokens=cost / tokens * 1e9 if cost is not None and tokens else None,
-        productive_cost=(cost * parts["steps"] / running_seconds if cost is not None and running_seconds else None),
+        productive_cost=cost * parts["steps"] / running_seconds if cost is not None and running_seconds else None,
         attempts=len(attempts),
     )
 

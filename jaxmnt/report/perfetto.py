@@ -53,7 +53,8 @@ def _run_spans(run_dir: Path) -> Iterator[Span]:
 
 
 def _attempt_spans(attempt: Attempt, first_step: int) -> Iterator[Span]:
-    """Yields the spans of an attempt, of its steps from `first_step` on, and of its evaluations."""
+    """Yields the span of an attempt, those of its steps from `first_step` on with their losses as a counter, and those
+    of its evaluations."""
     yield _span(
         _ALL_PROCESSES, _EVENT_TRACK, f"attempt {attempt.number}", attempt.began, attempt.seconds, {"end": attempt.end}
     )

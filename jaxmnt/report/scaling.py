@@ -1,6 +1,5 @@
 """A scaling study as text and as a picture: the speed of a run as processes are added, and what limits it."""
 
-import itertools
 import math
 import statistics
 from collections.abc import Sequence
@@ -233,8 +232,13 @@ def draw(study: Study) -> str:
     Each round is a circle, the median is a line, and the prediction is a dashed line.
     """
     counts = [point.processes for point in study.scalings[0].points]
-    efficiencies = [scaling.efficiencies(point) for scaling in study.scalings for point in scaling.points]
-    max_efficiency = max(1.1, *itertools.chain.from_iterable(efficiencies))
+    efficiencies = (
+        efficiency
+        for scaling in study.scalings
+        for point in scaling.points
+        for efficiency in scaling.efficiencies(point)
+    )
+    max_efficiency = max(1.1, *efficiencies)
     min_log, max_log = math.log(counts[0]), math.log(counts[-1])
     right, bottom = _WIDTH - _RIGHT, _HEIGHT - _BOTTOM
 

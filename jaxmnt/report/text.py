@@ -25,7 +25,7 @@ def failures_text(report: Record) -> str:
 def _run_text(run: Record) -> str:
     """Returns the summary of one run."""
     goodput, attempts = run["goodput"], run["attempts"]
-    attempts_text = f"{len(attempts)} attempt{'s' if len(attempts) > 1 else ''}"
+    attempts_text = counted(len(attempts), "attempt", "attempts")
     wall_seconds = goodput["wall_seconds"]
     state = f"{run['state']}, {duration(wall_seconds)} in {attempts_text}, {count(goodput['tokens'])} tokens"
     lines = [f"run     {printable(run['run'])}: {state}"]

@@ -156,12 +156,12 @@ def compile_program(
     compile_seconds = time.perf_counter() - started
     memory = measure_memory(spec, state, step, _device_limit(spec.placement))
     if memory.limit is not None and memory.peak > memory.limit:
-        memory_suggestions = find_memory_suggestions(
+        suggestions = find_memory_suggestions(
             spec, lambda new_config: build_spec(new_config, data_vocab_size, devices, host_of)
         )
         raise ConfigError(
             f"memory: a step needs {size(memory.peak)} on a device that has {size(memory.limit)}; "
-            f"{describe_suggestions(memory_suggestions, memory.peak, memory.limit)}"
+            f"{describe_suggestions(suggestions, memory.peak, memory.limit)}"
         )
     return Program(spec, step, state, memory, compile_seconds)
 

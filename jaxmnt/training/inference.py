@@ -30,8 +30,9 @@ _MIN_PADDED_LENGTH = 16
 
 
 def row_logits(spec: StepSpec, params: Params, buffers: Params, tokens_BL: Array) -> Array:
-    """Returns float32 logits [B, L, V] for the token ids that the data has. At each position they are those of the next
-    token, given the tokens up to that position. Each row is one document.
+    """Returns float32 logits [B, L, V] for the token ids of the data's vocabulary.
+
+    At each position they are those of the next token, given the tokens up to that position. Each row is one document.
 
     `params` and `buffers` are in the checkpoint layout, with the shardings of `canonical_abstract`. B must be divisible
     by the number of batch shards. Callers jit this function.
@@ -72,9 +73,11 @@ def row_scores(spec: StepSpec, params: Params, buffers: Params, tokens_BL: Array
             max_logit_T = max_over("vocab", jnp.max(logits.values_CV, axis=-1), spec.placement)
             return Scores(target_logit_T - logits.log_sum_exp(), target_logit_T >= max_logit_T)
 
-        scores_NC = jax.lax.map(score_chunk, (split_into_chunks(y_BLD, chunks), split_into_chunks(targets_BL, chunks)))
+        chunk_scores = jax.lax.map(
+            score_chunk, (split_into_chunks(y_BLD, chunks), split_into_chunks(targets_BL, chunks))
+        )
         # The last chunk may end with padding.
-        return Scores(*(field.reshape(-1)[: targets_BL.size].reshape(targets_BL.shape) for field in scores_NC))
+        return Scores(*(field.reshape(-1)[: targets_BL.size].reshape(targets_BL.shape) for field in chunk_scores))
 
     row_axes = ("batch", "length")
     return Scores(*_on_mesh(spec, scores, [row_axes, row_axes], row_axes, params, buffers, tokens_BL, targets_BL))

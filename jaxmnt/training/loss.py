@@ -48,7 +48,7 @@ class Logits:
     """
 
     values_CV: Array
-    """Float32 logits, with minus infinity for token ids that do not occur in the data."""
+    """Float32 logits, with minus infinity for token ids outside of the data's vocabulary."""
     ids_V: Array
     """The token ids that this device has."""
     placement: Placement
@@ -64,14 +64,14 @@ class Logits:
 
     def weighted(self, weights_CV: Array) -> Array:
         """Returns, for each token, the sum of all logits times their weights, [C]. `weights_CV` has the weights for
-        this device's `ids_V`. Logits of token ids that do not occur in the data count as 0."""
+        this device's `ids_V`. Logits of token ids outside of the data's vocabulary count as 0."""
         is_counted_CV = (weights_CV != 0) & (self.values_CV != -jnp.inf)
         product_CV = jnp.where(is_counted_CV, self.values_CV, 0) * weights_CV
         return sum_over("vocab", jnp.sum(product_CV, axis=-1), self.placement)
 
 
 def logits_of(values_CV: Array, data_vocab_size: int, placement: Placement) -> Logits:
-    """Returns `Logits` from the logits of this device's part of the vocabulary, masked to the token ids in the data."""
+    """Returns `Logits` from the logits of this device's part of the vocabulary, masked to the data's vocabulary."""
     size = values_CV.shape[1]
     ids_V = index_along("vocab", placement) * size + jnp.arange(size)
     if data_vocab_size < size * placement.num_shards("vocab"):
@@ -141,7 +141,7 @@ class LossChunks:
     chunks: int
     """The number of chunks."""
     data_vocab_size: int
-    """The number of token ids in the data. Token ids of at least this number have no logit."""
+    """The size of the data's vocabulary. Token ids of at least this number have no logit."""
     dtype: jnp.dtype
     """The dtype in which x and the matrix are multiplied."""
     placement: Placement

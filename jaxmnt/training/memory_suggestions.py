@@ -45,12 +45,12 @@ def find_memory_suggestions(spec: StepSpec, rebuild: Callable[[Config], StepSpec
     return sorted(helpful_suggestions, key=lambda suggestion: (-suggestion.saves, suggestion.setting))
 
 
-def describe_suggestions(memory_suggestions: Sequence[MemorySuggestion], peak: int, limit: int) -> str:
+def describe_suggestions(suggestions: Sequence[MemorySuggestion], peak: int, limit: int) -> str:
     """Describes the first three suggestions in words, for a step that needs `peak` bytes on a device that has `limit`
     bytes."""
-    descriptions = [f"{suggestion.setting} saves {size(suggestion.saves)}" for suggestion in memory_suggestions[:3]]
+    descriptions = [f"{suggestion.setting} saves {size(suggestion.saves)}" for suggestion in suggestions[:3]]
     excess = peak - limit
-    if any(suggestion.saves >= excess for suggestion in memory_suggestions):
+    if any(suggestion.saves >= excess for suggestion in suggestions):
         return "; ".join(descriptions)
     factor = math.ceil(peak / limit)
     advice = f"no single setting makes it fit: make mesh.{GATHERING_AXES[0]} at least {factor} times as large"
@@ -69,13 +69,14 @@ def residual_bytes(spec: StepSpec) -> int:
     return sum(leaf.dtype.itemsize * math.prod(leaf.shape) for leaf in on_device)
 
 
-def _suggest_optimizer_changes(spec: StepSpec, residuals: int) -> Iterator[MemorySuggestion]:
-    """Yields optimizer settings that save memory. `residuals` is the size in bytes of a device's residuals."""
+def _suggest_optimizer_changes(spec: StepSpec, residual_size: int) -> Iterator[MemorySuggestion]:
+    """Yields optimizer settings that save memory. `residual_size` is the size in bytes of a
+    device's residuals."""
     config, state = spec.config, abstract_state(spec)
     optimizer_bytes = bytes_per_device([leaf for leaf in jax.tree.leaves(state["optimizer"]) if leaf.ndim])
     if not config.optimizer.offload:
         # The update brings all optimizer state back to the device, but the residuals have been freed by then.
-        yield MemorySuggestion("optimizer.offload=true", min(optimizer_bytes, residuals))
+        yield MemorySuggestion("optimizer.offload=true", min(optimizer_bytes, residual_size))
         if config.optimizer.state_dtype == "float32":
             yield MemorySuggestion("optimizer.state_dtype=bfloat16", optimizer_bytes // 2)
 

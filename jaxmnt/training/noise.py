@@ -51,8 +51,8 @@ def small_batches(spec: StepSpec) -> SmallBatches | None:
     samples = math.prod(spec.placement.sizes[axis] for axis in sample_axes)
     from_first_microbatch = spec.placement.stages == 1 and spec.num_microbatches > 1
     share = 1 / (samples * (spec.num_microbatches if from_first_microbatch else 1))
-    sampled_axes = [names for _, _, names in leaves if _sample_axes(spec, names) == sample_axes]
-    is_summed_early = any(map(spec.is_reduced_early, sampled_axes))
+    sampled_names = [names for _, _, names in leaves if _sample_axes(spec, names) == sample_axes]
+    is_summed_early = any(map(spec.is_reduced_early, sampled_names))
     if share == 1 or (is_summed_early and not from_first_microbatch):
         return None
     return SmallBatches(share, samples, from_first_microbatch, sample_axes)

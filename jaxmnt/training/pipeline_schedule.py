@@ -4,9 +4,9 @@ the table.
 The model's layers are cut into `stages · chunks` pieces, and piece k is chunk k // stages of stage k % stages. A tick
 is one iteration of the engine. In a tick a stage runs at most one forward and then at most one backward, and sends its
 results to its neighbours, which receive them in the next tick. Ticks have no fixed length, because a stage skips a
-phase in which it is idle. With p stages, m microbatches and v chunks, all schedules below are idle for (p - 1) / (m ·
-v) of the work. For interleaved this requires that m is a multiple of p; otherwise the last group of microbatches leaves
-gaps. The schedules differ in the number of microbatches whose activations a stage stores:
+phase in which it is idle. With p stages, m microbatches and v chunks, all schedules below are idle for
+(p - 1) / (m · v) of the work. For interleaved this requires that m is a multiple of p; otherwise the last group of
+microbatches leaves gaps. The schedules differ in the number of microbatches whose activations a stage stores:
 
 gpipe        all forwards, then all backwards (Huang et al. 2018, arXiv:1811.06965): m
 1f1b         each backward as early as possible (Narayanan et al. 2019, arXiv:1806.03377): 2 (p - stage) - 1
@@ -311,12 +311,10 @@ def _even_units_before_cuts(ends: list[int], pieces: int) -> list[int]:
 
 def _group_slots(name: str, units_of_pieces: list[list[tuple[str, int, int]]], stages: int, chunks: int) -> Slots:
     """Returns the slots of one group of layers."""
-    pieces = [[index for group, index, _ in units if group == name] for units in units_of_pieces]
-    depth = max(map(len, pieces))
-    padded_pieces = [[*units, *[None] * (depth - len(units))] for units in pieces]
-    slots = [
-        [unit for chunk in range(chunks) for unit in padded_pieces[chunk * stages + stage]] for stage in range(stages)
-    ]
+    units_by_piece = [[index for group, index, _ in units if group == name] for units in units_of_pieces]
+    depth = max(map(len, units_by_piece))
+    padded = [[*units, *[None] * (depth - len(units))] for units in units_by_piece]
+    slots = [[unit for chunk in range(chunks) for unit in padded[chunk * stages + stage]] for stage in range(stages)]
     placed_units = sorted(unit for stage_slots in slots for unit in stage_slots if unit is not None)
-    assert placed_units == list(range(sum(map(len, pieces)))), "every unit is placed exactly once"
+    assert placed_units == list(range(sum(map(len, units_by_piece)))), "every unit is placed exactly once"
     return slots

@@ -51,7 +51,7 @@ class StepSpec:
     dtype: jnp.dtype
     """The compute dtype."""
     float8: Float8 | None
-    """The float8 scheme of projections, or None if they multiply in `dtype`."""
+    """Settings of projections in float8, or None if they multiply in `dtype`."""
     kernel: Kernel
     loss: Loss
     data_vocab_size: int
@@ -144,7 +144,7 @@ class StepSpec:
 
 
 def resolve_precision(config: Config, device: jax.Device) -> tuple[jnp.dtype, Float8 | None, Kernel]:
-    """Returns the compute dtype, the float8 scheme of matrix products (or None), and the attention kernel for a device.
+    """Returns the compute dtype, the settings of products in float8 (or None), and the attention kernel for a device.
 
     Raises `ConfigError` for a precision or kernel that the device does not support.
     """

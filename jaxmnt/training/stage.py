@@ -119,7 +119,7 @@ class Layers:
 
         def trace_layer(weights: Params, x_BSD: Array) -> Array:
             with record_products() as recorded_products:
-                output = self._call_in_training(
+                output = self._call_without_cache(
                     pattern_index, *self._arguments(jnp.int32(0), pattern_index, rows, weights), x_BSD
                 )
             leaves.extend(jax.tree.leaves(weights))
@@ -139,8 +139,7 @@ class Layers:
         memory_spaces = [aval.memory_space for aval in jaxpr.out_avals[: len(unit_residuals)]]
 
         def allocate_buffer(leaf: Any, memory_space: Any) -> Array:
-            # Move the zero before the broadcast, because a host buffer filled on the device would first need memory
-            # there.
+            # Broadcast after the move: a host buffer that is filled on the device would first need memory there.
             zero = jax.device_put(jnp.zeros((), leaf.dtype), memory_space)
             return jax.lax.broadcast(zero, (slots, self._depth, *leaf.shape))
 
@@ -206,7 +205,7 @@ class Layers:
                 for pattern_index in range(self.layers_per_unit):
                     weights = self.weights.take(unit, pattern_index)
                     arguments = self._arguments(unit, pattern_index, chunk_pass.rows, weights)
-                    y_BSD = self._call_in_training(pattern_index, *arguments, y_BSD).x_BSD
+                    y_BSD = self._call_without_cache(pattern_index, *arguments, y_BSD).x_BSD
                 return y_BSD
 
             return chunk_pass.run_if_active(self._is_filled(unit), compute, lambda: x_BSD), None
@@ -287,14 +286,14 @@ class Layers:
 
         def apply(*arguments: Any) -> Any:
             *other_arguments, x_BSD = arguments
-            output = self._call_in_training(pattern_index, *other_arguments, checkpoint_name(x_BSD, "layer_input"))
+            output = self._call_without_cache(pattern_index, *other_arguments, checkpoint_name(x_BSD, "layer_input"))
             to_float32 = lambda array: array.astype(jnp.float32)
             loss = jax.tree.map(to_float32, output.loss)
             return (output.x_BSD, loss), jax.tree.map(to_float32, dict(output.sums))
 
         return apply
 
-    def _call_in_training(self, pattern_index: int, *arguments: Any) -> LayerOutput:
+    def _call_without_cache(self, pattern_index: int, *arguments: Any) -> LayerOutput:
         """Calls the layer at this index of the pattern, on halves of the rows if the placement's overlap is `rows`."""
         in_halves = self._spec.placement.overlap == "rows"
         return self._call_in_halves(pattern_index, *arguments) if in_halves else self._call(pattern_index, *arguments)

@@ -50,7 +50,7 @@ DELAY_SECONDS = {
 STEPS, EVERY, EVALUATE, KEEP = 120, 3, 6, 2
 PATIENCE_SECONDS = 300.0
 """For anything that is waited for: a start compiles, and the machine may be busy."""
-GLANCE_SECONDS = 0.001
+POLL_SECONDS = 0.001
 
 
 class FailedError(Exception):
@@ -298,17 +298,17 @@ def _where_it_starts(trial: Trial, launcher: subprocess.Popen) -> int:
         found.extend(line.finditer(_output(trial).read_text(errors="replace")))
         return bool(found)
 
-    _wait(announced, trial, launcher, "going on", trace_step=0.01)
+    _wait(announced, trial, launcher, "going on", poll_seconds=0.01)
     return int(found[0][2] or 0)
 
 
 def _kill(bench: Bench, trial: Trial, kill: Kill, launcher: subprocess.Popen, at: int) -> int:
     """Waits for the moment, kills, and waits for the end. The newest step whose commit was seen before."""
-    _wait(lambda: len(_processes(launcher)) == bench.processes, trial, launcher, "all processes", trace_step=0.01)
+    _wait(lambda: len(_processes(launcher)) == bench.processes, trial, launcher, "all processes", poll_seconds=0.01)
     processes = _processes(launcher)
     step = _step(trial, kill, at)
     seen = _sign(bench, trial, kill, step)
-    _wait(seen, trial, launcher, f"the moment to kill ({kill.moment} of step {step})", trace_step=GLANCE_SECONDS)
+    _wait(seen, trial, launcher, f"the moment to kill ({kill.moment} of step {step})", poll_seconds=POLL_SECONDS)
     time.sleep(kill.delay * DELAY_SECONDS[kill.moment])
     committed = step if (trial.checkpoints / str(step) / MANIFEST_FILE).exists() else at
     kill.at = time.time()
@@ -394,12 +394,14 @@ def _ended(trial: Trial, launcher: subprocess.Popen) -> int:
         raise FailedError(f"start {trial.starts} did not end within {PATIENCE_SECONDS:g} s") from None
 
 
-def _wait(seen: Callable[[], bool], trial: Trial, launcher: subprocess.Popen, what: str, *, trace_step: float) -> None:
+def _wait(
+    seen: Callable[[], bool], trial: Trial, launcher: subprocess.Popen, what: str, *, poll_seconds: float
+) -> None:
     deadline = time.monotonic() + PATIENCE_SECONDS
     while not seen():
         _expect(launcher.poll() is None, f"start {trial.starts} ended with {launcher.poll()} before {what}")
         _expect(time.monotonic() < deadline, f"start {trial.starts} did not come to {what}")
-        time.sleep(trace_step)
+        time.sleep(poll_seconds)
 
 
 def _output(trial: Trial) -> Path:

@@ -143,7 +143,7 @@ function adviceOf(run) {
   if (!run.advice.length) return null;
   const rows = run.advice.map((entry) => [entry.rule, entry.evidence, entry.do, entry.share ? percent(entry.share) : "–"]);
   return element("section", { id: "advice" }, element("h2", {}, "Advice"),
-    table("What could be better", ["Rule", "Evidence", "What to do", "Approximate cost"], rows, [3]));
+    table("What could be better", ["Rule", "Evidence", "What to do", "Approximate share of the time"], rows, [3]));
 }
 
 function scalingOf(run) {
