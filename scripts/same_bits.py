@@ -3,8 +3,8 @@
 
 For a change that must not change a number: losses, gradient norms, digests of the batches and of the last checkpoint's
 arrays, on one device and on meshes of every kind, with each part of the step that a change may rewrite. BEFORE and
-AFTER are commits, or folders with jaxmnt/ and tests/ in them; AFTER is this repository's working tree by default. The
-user's family and loss are those of BEFORE's tests, in both. Ends with 1 if anything differs.
+AFTER are commits, or folders with jaxmnt/ and examples/ in them; AFTER is this repository's working tree by default.
+The user's family and loss are those of AFTER's examples, in both. Ends with 1 if anything differs.
 """
 
 import json
@@ -53,9 +53,9 @@ WAYS = {
     ],
     "pipeline 2, uneven, gpipe": ["mesh.pipeline=2", "pipeline.layers=[1, 3]", "pipeline.schedule=gpipe"],
     "GPT-2, learned positions": ["model.family=gpt2", "model.max_positions=64", "mesh.model=2"],
-    "a user's family": ["model.family=pretend_family.Pretend", "mesh.data=2", "mesh.fsdp=2"],
-    "a user's family, pipeline 2": ["model.family=pretend_family.Pretend", "mesh.pipeline=2"],
-    "a user's loss": ["train.loss=other_loss.entropy", "mesh.fsdp=2", "mesh.model=2"],
+    "a user's family": ["model.family=routed_scales.RoutedLlama", "mesh.data=2", "mesh.fsdp=2"],
+    "a user's family, pipeline 2": ["model.family=routed_scales.RoutedLlama", "mesh.pipeline=2"],
+    "a user's loss": ["train.loss=label_smoothing.loss", "mesh.fsdp=2", "mesh.model=2"],
     "loss in chunks, no clipping": [
         "mesh.data=2", "train.loss_chunk_mib=1", "model.vocab_size=8192", "optimizer.clip_norm=null",
     ],
@@ -86,7 +86,9 @@ def main(arguments: list[str]) -> int:
         work = Path(folder)
         before, after = (_tree(text, work) for text in [*arguments, str(ROOT)][:2])
         parts = work / "parts"
-        shutil.copytree(before / "tests", parts, ignore=shutil.ignore_patterns("test_*", "conftest.py"))
+        parts.mkdir()
+        for module in ("model_family/routed_scales.py", "loss/label_smoothing.py"):
+            shutil.copy(after / "examples" / module, parts)
         data = work / "data"
         source = ["--input", str(before / "jaxmnt"), "--suffix", ".py"]
         _run(before, parts, work, 1, "prepare", *source, "--output", str(data))

@@ -527,9 +527,9 @@ def test_the_settings_of_a_folder_are_printed(capsys):
 
 def test_a_family_of_ones_own_has_no_names_there():
     """Although it may be a subclass of one that has."""
-    own = parse_config({"model": {"family": "pretend_family.Pretend"}}).model
+    own = parse_config({"model": {"family": "routed_scales.RoutedLlama"}}).model
     with pytest.raises(
-        ConfigError, match=r"pretend_family\.Pretend has no format in files of Hugging Face; use one of"
+        ConfigError, match=r"routed_scales\.RoutedLlama has no format in files of Hugging Face; use one of"
     ):
         write_config(own, {})
 

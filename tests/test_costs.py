@@ -36,7 +36,7 @@ def definition(family):
     return define(build_family(model, model.vocab_size))
 
 
-@pytest.mark.parametrize("family", ["llama", "olmo2", "pretend_family.Pretend", "pretend_family.Alternating"])
+@pytest.mark.parametrize("family", ["llama", "olmo2", "routed_scales.RoutedLlama", "routed_families.Alternating"])
 def test_a_family_without_costs_multiplies_all_but_scales_and_biases(family):
     """Each number of a parameter with another axis than these takes 6 FLOPs of a token."""
     one = definition(family)
@@ -69,7 +69,7 @@ def test_the_products_of_a_layer():
 
 
 def test_each_kind_of_layer_is_counted():
-    (first, first_costs), (rest, rest_costs) = definition("pretend_family.Pretend").layer_costs()
+    (first, first_costs), (rest, rest_costs) = definition("routed_scales.RoutedLlama").layer_costs()
     assert (first, rest) == (1, LAYERS - 1)
     assert len(first_costs.products) == 7
     assert rest_costs.products == (
@@ -79,14 +79,14 @@ def test_each_kind_of_layer_is_counted():
 
 def test_flops_and_utilisation_follow_what_a_family_says():
     """Of a second MLP that half of the tokens use, half of the FLOPs count, and none of the parameters less."""
-    of = lambda family: token_flops(definition(f"pretend_family.{family}"), LENGTH)
+    of = lambda family: token_flops(definition(f"routed_families.{family}"), LENGTH)
     every, half = of("AllUsed"), of("HalfUsed")
     assert every.layers - half.layers == 6 * SECOND / 2
     assert (every.all_parameters, every.attention) == (half.all_parameters, half.attention)
     assert every.recomputed("full") - half.recomputed("full") == pytest.approx(2 * SECOND / 2)
     flops = {}
     for family in ("AllUsed", "HalfUsed"):
-        spec = build_spec(config(f"pretend_family.{family}"), 1024, jax.devices()[:1], lambda device: "host")
+        spec = build_spec(config(f"routed_families.{family}"), 1024, jax.devices()[:1], lambda device: "host")
         flops[family] = rates(SimpleNamespace(spec=spec, placement=spec.placement)).flops_per_token
     assert flops["AllUsed"] - flops["HalfUsed"] == 6 * SECOND / 2
 
@@ -94,7 +94,7 @@ def test_flops_and_utilisation_follow_what_a_family_says():
 def test_a_plan_follows_what_a_family_says():
     """Time falls by the products that are made for half of the tokens; the state stays."""
     chip = CHIPS["h100"]
-    shapes = [model_shape(definition(f"pretend_family.{family}")) for family in ("AllUsed", "HalfUsed")]
+    shapes = [model_shape(definition(f"routed_families.{family}")) for family in ("AllUsed", "HalfUsed")]
     assert shapes[0].parameters == shapes[1].parameters
     scheme = Scheme(length=8192, rows=8, microbatches=1, fsdp=8)
     every, half = (estimate(shape, scheme, rates_of(chip)) for shape in shapes)

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from conftest import ROOT, metrics, mostly_slow
 from families import logits_of_row, value_and_gradients
-from other_loss import SHARE, TEACHER
-from pretend_family import RATE, reference
+from label_smoothing import SMOOTHING
+from routed_families import reference
+from routed_scales import BIAS_STEP
 from test_parallel import VOCAB, config, gradients, initial, rows
 
 from jaxmnt.checkpoint.commit import newest_valid
@@ -85,27 +86,31 @@ def test_a_model_that_cannot_be_is_named(model, mesh, words):
 @pytest.mark.parametrize(
     ("family", "model", "words"),
     [
-        ("TwoOfAName", {}, "the name layers of a group of layers is taken"),
+        ("DuplicateGroup", {}, "the name layers of a group of layers is taken"),
         ("NamedLikeAnAxis", {}, "the name bias of a group of layers is taken"),
-        ("OneTooMany", {}, "groups() has 4 layers, but model.num_layers is 3"),
-        ("Pretend", {"num_layers": 1}, "the group layers has no layers"),
-        ("Wider", {"intermediate_size": 65}, "prefix.mlp.down has 130 along mlp, which is padded for this mesh"),
+        ("TooManyLayers", {}, "groups() has 4 layers, but model.num_layers is 3"),
+        ("RoutedLlama", {"num_layers": 1}, "the group layers has no layers"),
+        (
+            "WiderFirstLayer",
+            {"intermediate_size": 65},
+            "prefix.mlp.down has 130 along mlp, which is padded for this mesh",
+        ),
         ("UnknownAxis", {}, "norm.scale has the unknown axis 'odd'"),
-        ("BufferBefore", {}, "the buffer norm.bias must belong to a layer"),
-        ("Bare", {}, "a layer must return a LayerOutput, but returns a"),
-        ("Forgetful", {}, "update_buffers must return buffers with the names, shapes and dtypes"),
-        ("Vectors", {}, "metrics must return a scalar for each name; loads is not a scalar"),
+        ("BufferOutsideLayers", {}, "the buffer norm.bias must belong to a layer"),
+        ("ReturnsArray", {}, "a layer must return a LayerOutput, but returns a"),
+        ("ReturnsNoBuffers", {}, "update_buffers must return buffers with the names, shapes and dtypes"),
+        ("ReturnsVectors", {}, "metrics must return a scalar for each name; loads is not a scalar"),
     ],
 )
 def test_what_the_contract_does_not_allow_is_named(family, model, words):
-    model = {"family": f"pretend_family.{family}", "num_layers": 3, "vocab_size": 1024} | model
+    model = {"family": f"routed_families.{family}", "num_layers": 3, "vocab_size": 1024} | model
     with pytest.raises(ConfigError, match=re.escape(words)):
         compile_program(config(model=model, mesh={"model": 2}), VOCAB, jax.devices()[:2])
 
 
 def test_names_of_groups_are_free():
     """Also those that the parts of a definition have."""
-    model = config(model={"family": "pretend_family.NamedFirstAndLast", "num_layers": 3, "vocab_size": 1024}).model
+    model = config(model={"family": "routed_families.NamedFirstAndLast", "num_layers": 3, "vocab_size": 1024}).model
     definition = define(build_family(model, 1024))
     assert definition.first == ("embedding",) and definition.last == ("norm", "head")
     assert set(definition.init(jax.random.key(0))[0]) == {"embedding", "first", "last", "norm", "head"}
@@ -113,7 +118,7 @@ def test_names_of_groups_are_free():
 
 
 def test_a_plan_lists_axes_without_a_name():
-    model = {"family": "pretend_family.Pretend", "num_layers": 3, "vocab_size": 1024}
+    model = {"family": "routed_scales.RoutedLlama", "num_layers": 3, "vocab_size": 1024}
     listed = parameter_rows(build_spec(config(model=model, mesh={"fsdp": 2}), VOCAB, jax.devices()[:2]))
     (router,) = [line for line in parameter_table(listed) if line.startswith("layers.router")]
     assert "layers embed:fsdp -" in router
@@ -137,10 +142,10 @@ PREFIX_MESHES = {
 }
 
 
-def pretend(mesh, pipeline, kind="Pretend"):
+def routed(mesh, pipeline, kind="RoutedLlama"):
     # Padded to so many words that what stays whole over the mesh is a small share of the parameters.
     return {
-        "model": {"family": f"pretend_family.{kind}", "num_layers": 5, "vocab_size": 1024},
+        "model": {"family": f"routed_families.{kind}", "num_layers": 5, "vocab_size": 1024},
         "data": {"document_mask": True, "global_batch_size": 8},
         "train": {"microbatch_size": 2 if mesh else None, "remat": "full" if len(mesh) > 1 else "none"},
         "mesh": mesh,
@@ -149,12 +154,12 @@ def pretend(mesh, pipeline, kind="Pretend"):
 
 
 @functools.cache
-def pretend_step(mesh, kind="Pretend"):
+def routed_step(mesh, kind="RoutedLlama"):
     """Loss, gradients, buffers and metrics after a step from noisy parameters."""
     devices, sizes, pipeline = PREFIX_MESHES[mesh]
-    chosen = config(**pretend(sizes, pipeline, kind))
+    chosen = config(**routed(sizes, pipeline, kind))
     spec = build_spec(chosen, VOCAB, jax.devices()[:devices])
-    params, buffers = pretend_start(chosen.model)
+    params, buffers = routed_start(chosen.model)
     batch = rows(chosen)
     axes, layout = spec.definition, spec.layout
     place = lambda tree, names: map_with_axes(layout.to_device_layout, tree, names)
@@ -176,31 +181,33 @@ def pretend_step(mesh, kind="Pretend"):
 
 
 @functools.cache
-def pretend_start(model):
+def routed_start(model):
     params, buffers = jax.device_get(
         jax.jit(
-            define(build_family(model.model_copy(update={"family": "pretend_family.Pretend"}), model.vocab_size)).init
+            define(
+                build_family(model.model_copy(update={"family": "routed_scales.RoutedLlama"}), model.vocab_size)
+            ).init
         )(jax.random.key(0))
     )
     return shaken(params), shaken(buffers, seed=2)
 
 
 @functools.cache
-def pretend_expected():
-    chosen = config(**pretend({}, {}))
-    params, buffers = pretend_start(chosen.model)
+def routed_expected():
+    chosen = config(**routed({}, {}))
+    params, buffers = routed_start(chosen.model)
     batch = rows(chosen)
     value, wanted = value_and_gradients(
         lambda p: reference(p, jax.tree.map(jnp.asarray, buffers), batch, chosen.model, VOCAB)[0], params
     )
     loads = np.asarray(reference(*jax.tree.map(jnp.asarray, (params, buffers)), batch, chosen.model, VOCAB)[1], float)
-    bias = buffers["layers"]["bias"] + RATE * np.sign(loads.mean(-1, keepdims=True) - loads)
+    bias = buffers["layers"]["bias"] + BIAS_STEP * np.sign(loads.mean(-1, keepdims=True) - loads)
     return value, wanted, bias, (loads / loads.sum(-1, keepdims=True)).max()
 
 
-def check_pretend(mesh, kind="Pretend"):
-    value, wanted, bias, largest = pretend_expected()
-    found_value, found, buffers, metrics = pretend_step(mesh, kind)
+def check_routed(mesh, kind="RoutedLlama"):
+    value, wanted, bias, largest = routed_expected()
+    found_value, found, buffers, metrics = routed_step(mesh, kind)
     assert float(found_value) == pytest.approx(value, rel=1e-5)
     assert_near(found, wanted)
     np.testing.assert_allclose(buffers["layers"]["bias"], bias, rtol=1e-6, atol=1e-7)
@@ -209,20 +216,20 @@ def check_pretend(mesh, kind="Pretend"):
 
 @pytest.mark.parametrize("mesh", mostly_slow({1}, list(PREFIX_MESHES)))
 def test_a_family_with_every_part_is_its_mathematics(mesh):
-    check_pretend(mesh)
+    check_routed(mesh)
 
 
 @pytest.mark.slow
 def test_kinds_in_turn_of_which_one_has_buffers():
-    found = [pretend_loss_and_buffers(*case) for case in ((1, {}), (2, {"pipeline": 2}))]
+    found = [routed_loss_and_buffers(*case) for case in ((1, {}), (2, {"pipeline": 2}))]
     assert found[0][0] == pytest.approx(found[1][0], rel=1e-6)
     np.testing.assert_allclose(found[0][1]["1"]["bias"], found[1][1]["1"]["bias"], rtol=1e-6)
     assert np.any(found[0][1]["1"]["bias"])
 
 
-def pretend_loss_and_buffers(devices, mesh):
+def routed_loss_and_buffers(devices, mesh):
     """After a step of layers of two kinds in turn."""
-    tree = pretend(mesh, {}, "Alternating")
+    tree = routed(mesh, {}, "Alternating")
     chosen = config(**tree | {"model": tree["model"] | {"num_layers": 4}})
     program = compile_program(chosen, VOCAB, jax.devices()[:devices])
     batch = to_devices(rows(chosen), list(range(8)), 8, program.batch_sharding)
@@ -232,7 +239,7 @@ def pretend_loss_and_buffers(devices, mesh):
 
 
 def test_a_batch_without_targets_changes_nothing_by_its_layers_terms():
-    chosen = config(**pretend({}, {}))
+    chosen = config(**routed({}, {}))
     program = compile_program(chosen, VOCAB, jax.devices()[:1])
     fields = rows(chosen)
     fields["weights"] *= 0
@@ -249,35 +256,39 @@ def test_a_batch_without_targets_changes_nothing_by_its_layers_terms():
 @pytest.mark.parametrize("kind", ["WithoutPrefix", "WithoutTerm", "WithoutBias"])
 def test_a_part_that_is_left_out_is_found(kind):
     with pytest.raises(AssertionError):
-        check_pretend("one device", kind)
+        check_routed("one device", kind)
 
 
-def distilled(tokens, log_p):
-    return -jnp.sum(((1 - SHARE) * TEACHER[tokens] + SHARE / VOCAB) * log_p, -1)
+def smoothed(targets, log_p):
+    next_token = jnp.take_along_axis(log_p, targets[..., None], -1)[..., 0]
+    return -(1 - SMOOTHING) * next_token - SMOOTHING * jnp.mean(log_p, -1)
 
 
-def entropies(tokens, log_p):
+def entropies(targets, log_p):
     return jnp.sum(jnp.exp(log_p) * log_p, -1)
 
 
 @pytest.mark.parametrize(
     ("loss", "plain", "mesh"),
     mostly_slow(
-        {1}, [("distillation", distilled, mesh) for mesh in MESHES] + [("entropy", entropies, m) for m in MESHES]
+        {1},
+        [("label_smoothing.loss", smoothed, mesh) for mesh in MESHES]
+        + [("losses.entropy", entropies, mesh) for mesh in MESHES],
     ),
 )
-def test_another_loss(loss, plain, mesh):
-    """A function outside of the package: its gradient is that of the loss over all logits in float64."""
+def test_another_loss(loss, plain, mesh, monkeypatch):
+    """A function outside the package: its gradient is that of the loss over all logits in float64."""
+    monkeypatch.setattr("label_smoothing.IDS", VOCAB)
     devices, sizes = MESHES[mesh]
     chosen = sections(sizes)
-    chosen["train"] = chosen["train"] | {"loss": f"other_loss.{loss}"}
+    chosen["train"] = chosen["train"] | {"loss": loss}
     params, batch = shaken(initial(config(**sections({})).model)), rows(config(**chosen))
     model = config(**chosen).model
 
     def of_batch(params):
         of_row = lambda *row: logits_of_row(params, *row, model)
         logits = jax.vmap(of_row)(batch["tokens"], batch["positions"], batch["segments"])
-        each = plain(batch["tokens"], jax.nn.log_softmax(logits[..., :VOCAB], -1))
+        each = plain(batch["targets"], jax.nn.log_softmax(logits[..., :VOCAB], -1))
         return jnp.sum(each * batch["weights"]) / np.sum(batch["weights"])
 
     value, wanted = value_and_gradients(of_batch, params)
@@ -289,20 +300,20 @@ def test_another_loss(loss, plain, mesh):
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("mean", r"train\.loss: the function must return .*LossSums\(loss, cross_entropy\), two sums"),
-        ("raising", r"train\.loss: .*other_loss\.py:\d+: TypeError: .*; correct it"),
+        ("returns_mean", r"train\.loss: the function must return .*LossSums\(loss, cross_entropy\), two sums"),
+        ("raising", r"train\.loss: .*losses\.py:\d+: TypeError: .*; correct it"),
     ],
 )
 def test_a_loss_that_is_wrong_is_named_with_its_line(name, words):
     chosen = config(**sections({}))
-    chosen = chosen.changed({"train.loss": f"other_loss.{name}"})
+    chosen = chosen.changed({"train.loss": f"losses.{name}"})
     with pytest.raises(ConfigError, match=words):
         compile_program(chosen, VOCAB, jax.devices()[:1])
 
 
 def test_a_family_that_raises_is_named_with_its_line():
-    chosen = config(**sections({})).changed({"model.family": "pretend_family.Raising", "model.num_layers": 3})
-    with pytest.raises(ConfigError, match=r"model\.family: .*pretend_family\.py:\d+: TypeError: .*; correct it"):
+    chosen = config(**sections({})).changed({"model.family": "routed_families.Raising", "model.num_layers": 3})
+    with pytest.raises(ConfigError, match=r"model\.family: .*routed_families\.py:\d+: TypeError: .*; correct it"):
         compile_program(chosen, VOCAB, jax.devices()[:1])
 
 
@@ -324,7 +335,7 @@ def test_the_code_of_the_page_trains(tiny, tmp_path, monkeypatch):
 @pytest.mark.parametrize("mesh", ["mesh.data=1", "mesh.pipeline=2"])
 def test_a_bias_without_gradient_resumes_bit_for_bit(tiny, tmp_path, mesh):
     own = (
-        "model.family=pretend_family.Pretend",
+        "model.family=routed_scales.RoutedLlama",
         "model.num_layers=3",
         "train.steps=4",
         "optimizer.warmup_steps=1",
@@ -346,7 +357,7 @@ def test_a_bias_without_gradient_resumes_bit_for_bit(tiny, tmp_path, mesh):
 
 
 def test_a_bad_step_leaves_buffers_alone():
-    chosen = config(**pretend({}, {}))
+    chosen = config(**routed({}, {}))
     program = compile_program(chosen, VOCAB, jax.devices()[:1])
     state = program.init()
     state["params"]["norm"]["scale"] *= np.nan

@@ -380,7 +380,7 @@ def test_a_plan_of_virtual_devices(tmp_path):
         (("--dry-run", "--devices", "16", "mesh.model=16"), ["mesh.model", "span the hosts host 0, host 1"]),
         (("--dry-run", "--devices", "8", "mesh.fsdp=3"), ["mesh", "fsdp=3", "8 devices"]),
         (("--dry-run", "--devices", "2", "model.vocab_size=null"), ["data.path"]),
-        (("--dry-run", "--devices", "1", "train.loss=other_loss.raising"), ["train.loss", "other_loss.py:"]),
+        (("--dry-run", "--devices", "1", "train.loss=losses.raising"), ["train.loss", "losses.py:"]),
     ],
 )
 def test_what_cannot_be_planned_is_said(tmp_path, arguments, words):
