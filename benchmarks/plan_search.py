@@ -73,7 +73,7 @@ def main() -> None:
     parser.add_argument("--target", default="h100")
     options = parser.parse_args()
     gpu_devices(find_target(options.target)[0], 1, 1)  # before JAX starts its backends
-    print("| case | ways | search | its winner | best of the grid besides | ratio |")
+    print("| case | ways | search | its winner | best other plan | ratio |")
     print("| --- | ---: | ---: | --- | --- | ---: |")
     for name in options.cases or CASES:
         print(compared(name, options.target, options.grid), flush=True)

@@ -307,10 +307,10 @@ def table(rows: Sequence[Row], left: Counter[str], unseen: Mapping[str, Constant
         f"All {len(rows)} rows: median error {percent(statistics.median(error))}, {within(error)} of them within 30 %. "
         "With constants that were fitted without the rows of the publisher, the median error is "
         f"{percent(statistics.median(blind))}, with {within(blind)} within 30 %. "
-        "With one factor a source, fitted on one half and held against the other: "
-        f"{percent(statistics.median(factor))}. {len(taus)} groups of runs of a source and model that differ in mesh, "
-        f"batch or execution, and by more than {percent(NOISE)}: Kendall's tau "
-        f"{statistics.fmean(taus):.2f} on average.",
+        "With one factor per source, fitted on one half of its rows and compared with the other: "
+        f"{percent(statistics.median(factor))}. Kendall's tau is {statistics.fmean(taus):.2f} on average over "
+        f"{len(taus)} groups. The runs of a group share source and model, and differ in mesh, batch or execution; "
+        f"pairs whose published speeds are within {percent(NOISE)} are not ranked.",
         "",
         "Rows that are left out, by reason: "
         + "; ".join(f"{reason} ({count})" for reason, count in sorted(left.items()))
