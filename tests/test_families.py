@@ -112,7 +112,7 @@ def test_names_of_groups_are_free():
     """Also those that the parts of a definition have."""
     model = config(model={"family": "routed_families.NamedFirstAndLast", "num_layers": 3, "vocab_size": 1024}).model
     definition = define(build_family(model, 1024))
-    assert definition.first == ("embedding",) and definition.last == ("norm", "head")
+    assert definition.modules_before == ("embedding",) and definition.modules_after == ("norm", "head")
     assert set(definition.init(jax.random.key(0))[0]) == {"embedding", "first", "last", "norm", "head"}
     assert [definition.abstract[name]["mlp"]["up"].shape[0] for name in ("first", "last")] == [1, 2]
 

@@ -14,7 +14,7 @@ from jaxmnt.data.feed import to_devices
 from jaxmnt.plan.hlo import Program, collective_of
 from jaxmnt.report.noise import noise_scale
 from jaxmnt.training.compile import compile_program
-from jaxmnt.training.noise import small_batches, squares
+from jaxmnt.training.noise import small_batches, squared_norm
 from jaxmnt.training.spec import ControlFlags
 from jaxmnt.training.step import mean_gradients
 
@@ -68,7 +68,7 @@ def test_squares_are_those_of_the_small_batches(mesh, zero, micro, smalls):
     @jax.jit
     def squared(params, batch):
         found = mean_gradients(spec, params, {}, batch, 0)
-        return squares(spec, small, found.gradients), found.squares
+        return squared_norm(spec, small, found.gradients), found.squared_norms
 
     each = []
     for rows in smalls:

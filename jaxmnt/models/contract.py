@@ -79,7 +79,7 @@ class LayerOutput(NamedTuple):
     """The output of a layer.
 
     `loss` and `sums` are this device's part of a sum over all devices, so they must cover only its own rows and its own
-    piece of the length. If all devices of the sequence have computed the same number,
+    piece of the length. If all devices along the logical axis `sequence` have computed the same number,
     `collectives.share_of("sequence", …)` returns this device's share of it. Both must be additive over rows, because a
     layer may be called for half of a microbatch's rows at a time (`model.overlap`).
     """
@@ -292,9 +292,9 @@ class Definition:
     graphs: dict[str, Any]
     """NNX graphs by name. A module outside of the layers has one graph, and a group of layers has a list of graphs, one
     for each entry of its pattern."""
-    first: tuple[str, ...]
+    modules_before: tuple[str, ...]
     """Names of the modules with parameters that are used before the first layer."""
-    last: tuple[str, ...]
+    modules_after: tuple[str, ...]
     """Names of the modules with parameters that are used after the last layer, including a tied embedding."""
     abstract: Params = field(repr=False)
     """Parameters as float32 jax.ShapeDtypeStructs."""

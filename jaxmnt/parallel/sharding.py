@@ -128,7 +128,7 @@ class Placement:
         return dict(self.mesh.shape)
 
     def mesh_axes(self, axis: str | None) -> tuple[str, ...]:
-        """Returns the mesh axes that split a logical axis, without mesh axes of one device."""
+        """Returns the mesh axes that split a logical axis, leaving out mesh axes of size 1."""
         return () if axis is None else tuple(name for name in self.rules[axis] if self.sizes[name] > 1)
 
     def num_shards(self, axis: str | None) -> int:
@@ -141,7 +141,7 @@ class Placement:
         return self.mesh.devices.flat[0].platform == "cpu"
 
     @property
-    def between_cpu_processes(self) -> bool:
+    def spans_cpu_processes(self) -> bool:
         """True if the devices are CPUs of more than one process."""
         return self.on_cpu and len({device.process_index for device in self.mesh.devices.flat}) > 1
 
@@ -156,7 +156,9 @@ class Placement:
         return sum(size > 1 for axis, size in self.sizes.items() if axis not in REPLICA_AXES)
 
     def local_length(self, length: int) -> int:
-        """Returns the number of tokens that a device has of each row of `length` tokens between layers."""
+        """Returns the number of tokens of each row, of `length` tokens, that a device holds between layers, where the
+        length is split further."""
+        # The logical axis `length` divides rows everywhere; `sequence` divides each piece again between layers.
         return length // self.num_shards("length") // self.num_shards("sequence")
 
     @property

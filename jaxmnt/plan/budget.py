@@ -409,14 +409,14 @@ def other_work_rows(timeline: Timeline) -> list[dict[str, Any]]:
     ]
 
 
-_SCOPES = (engine.ENTER, engine.FORWARD, engine.LOSS, engine.BACKWARD, engine.LEAVE)
+_SCOPES = (engine.EMBED, engine.FORWARD, engine.LOSS, engine.BACKWARD, engine.EMBED_BACKWARD)
 
 
 def _describe_round(iteration: Round) -> str:
     """Returns what a round computes, judged by the engine's scopes in it, such as a layer or the loss."""
     names = {
         engine.BACKWARD: "a layer backward", engine.FORWARD: "a layer forward", engine.LOSS: "the loss",
-        engine.ENTER: "the embedding", engine.LEAVE: "the embedding backward",
+        engine.EMBED: "the embedding", engine.EMBED_BACKWARD: "the embedding backward",
     }  # fmt: skip
     computed = [name for scope, name in names.items() if scope in iteration.scopes]
     if len(computed) == 1 and iteration.times > 1:
@@ -431,7 +431,7 @@ def _branch_share(spec: StepSpec) -> Callable[[str], float | None]:
     end_share = schedule.microbatches / schedule.ticks
     shares = {
         engine.FORWARD: layer_share, engine.BACKWARD: layer_share,
-        engine.LOSS: end_share, engine.ENTER: end_share, engine.LEAVE: end_share,
+        engine.LOSS: end_share, engine.EMBED: end_share, engine.EMBED_BACKWARD: end_share,
     }  # fmt: skip
 
     def share_of(op_name: str) -> float | None:

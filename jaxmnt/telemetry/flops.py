@@ -78,7 +78,7 @@ def token_flops(definition: Definition, length: int) -> TokenFlops:
         attention += 12 * count * width * (window - window * window / (2 * length))
         square += 12 * count * width * length
         softmax += 9 * count * shape.heads * length
-    head_products = (products_of(definition.abstract[name], definition.axes[name]) for name in definition.last)
+    head_products = (products_of(definition.abstract[name], definition.axes[name]) for name in definition.modules_after)
     return TokenFlops(
         layers=6 * sum(count * costs.used_parameters for count, costs in layers),
         head=6 * sum(product.inputs * product.outputs for products in head_products for product in products),

@@ -29,29 +29,30 @@ class EmbedAndHead:
 
     def embed(self, rows: Batch) -> Array:
         """Returns the first layer's input, [B, S, D]."""
-        return self._embed(self._float32_ends(self._spec.definition.first), rows)
+        return self._embed(self._float32_ends(self._spec.definition.modules_before), rows)
 
     def embed_gradient(self, x_gradient_BSD: Array, rows: Batch) -> Params:
         """Returns the gradients of the parameters before the first layer, from the gradient of the first stage's input.
         Of `x_gradient_BSD`, only the first stage's is used."""
-        _, backward = jax.vjp(lambda params: self._embed(params, rows), self._float32_ends(self._spec.definition.first))
+        params = self._float32_ends(self._spec.definition.modules_before)
+        _, backward = jax.vjp(lambda params: self._embed(params, rows), params)
         return backward(collectives.mask_other_stages(x_gradient_BSD, 0, self._spec.placement))[0]
 
     def loss(self, y_BSD: Array, rows: Batch) -> LossSums:
         """Returns the loss sums of a microbatch from the last stage's output."""
-        return self._loss(self._float32_ends(self._spec.definition.last), y_BSD, rows)
+        return self._loss(self._float32_ends(self._spec.definition.modules_after), y_BSD, rows)
 
     def loss_and_gradients(self, y_BSD: Array, rows: Batch) -> tuple[LossSums, Array, Params]:
         """Returns the loss sums, and the loss's gradients with respect to the last stage's output and to the parameters
         after the last layer."""
-        params = self._float32_ends(self._spec.definition.last)
+        params = self._float32_ends(self._spec.definition.modules_after)
         sums, backward = jax.vjp(lambda params, y_BSD: self._loss(params, y_BSD, rows), params, y_BSD)
         gradients, y_gradient_BSD = backward(LossSums(jnp.ones(()), jnp.zeros(())))
         return sums, y_gradient_BSD, gradients
 
     def logits(self, y_BSD: Array) -> Array:
         """Returns logits [B, L, V] in float32 from the output of the last layer, without a pipeline."""
-        ends = self._spec.definition.ends(self._float32_ends(self._spec.definition.last))
+        ends = self._spec.definition.ends(self._float32_ends(self._spec.definition.modules_after))
         x_BLD = self._head_input(ends, y_BSD)
         head_DV = self._family.head_weight(ends).astype(self._spec.dtype)
         product_TV = jnp.dot(x_BLD.reshape(-1, x_BLD.shape[-1]), head_DV, preferred_element_type=jnp.float32)

@@ -29,7 +29,7 @@ from jaxmnt.parallel import collectives
 from jaxmnt.parallel.sharding import is_axes
 from jaxmnt.training.embed_head import EmbedAndHead
 from jaxmnt.training.loss import LossSums, no_loss
-from jaxmnt.training.noise import SmallBatches, small_batches, squares
+from jaxmnt.training.noise import SmallBatches, small_batches, squared_norm
 from jaxmnt.training.pipeline_schedule import PipelineSchedule, Table, schedule_table
 from jaxmnt.training.remat import Residuals
 from jaxmnt.training.spec import Batch, StepSpec
@@ -38,9 +38,9 @@ from jaxmnt.training.state import abstract_state
 from jaxmnt.training.trained import select_trained
 from jaxmnt.training.weights import BY_ZERO, Weights
 
-FORWARD, BACKWARD, LOSS, ENTER, LEAVE = "stage_forward", "stage_backward", "loss", "enter", "leave"
-"""The scopes in the compiled program for phases that a condition may skip. `LOSS`, `ENTER` and `LEAVE` are also the
-names of the table's arrays for the ends of the pipeline."""
+FORWARD, BACKWARD, LOSS, EMBED, EMBED_BACKWARD = "stage_forward", "stage_backward", "loss", "enter", "leave"
+"""The scopes in the compiled program for phases that a condition may skip. `LOSS`, `EMBED` and `EMBED_BACKWARD` are
+also the names of the table's arrays for the ends of the pipeline."""
 
 
 RowKeys = Callable[[Array], Array | None]
@@ -60,8 +60,8 @@ class Results(NamedTuple):
     layers: dict[str, Any]
     """This device's part of the layers' `sums`, by group, stacked in the device layout."""
     gradients: Params
-    squares: Array | None
-    """The sum of squares of this device's small-batch gradients, if requested."""
+    squared_norm: Array | None
+    """The squared norm of this device's small-batch gradients, if requested."""
 
 
 def loss_and_gradients(spec: StepSpec, params: Params, buffers: Params, batch: Batch, row_keys: RowKeys) -> Results:
@@ -72,11 +72,11 @@ def loss_and_gradients(spec: StepSpec, params: Params, buffers: Params, batch: B
     """
     step = prepare_step(spec, params, buffers, batch, spec.schedule, row_keys)
     final_carry = step.run(functools.partial(_tick, step), _start(step), _last_tick(step))
-    gradient_squares = final_carry.squares
+    local_squared_norm = final_carry.squared_norm
     if step.small_batches is not None and not step.small_batches.from_first_microbatch:
-        gradient_squares = squares(spec, step.small_batches, final_carry.gradients)
+        local_squared_norm = squared_norm(spec, step.small_batches, final_carry.gradients)
     return Results(
-        final_carry.sums, final_carry.layer_sums, step.weights.finish(final_carry.gradients), gradient_squares
+        final_carry.sums, final_carry.layer_sums, step.weights.finish(final_carry.gradients), local_squared_norm
     )
 
 
@@ -178,16 +178,18 @@ class Step:
         run_if_active = functools.partial(_run_if_active, self.table.arrays[phase][..., 0], microbatch, scope)
         return Pass(chunk, slot, self.layer_rows(microbatch), run_if_active)
 
-    def run_if_at_end(self, plan: TickPlan, end: str, compute: Callable[[], Any], skip: Callable[[], Any]) -> Any:
-        """Returns `compute()` in a tick in which a microbatch is at this end of the pipeline (`ENTER`, `LOSS` or
-        `LEAVE`), else `skip()`."""
+    def run_if_at_pipeline_end(
+        self, plan: TickPlan, end: str, compute: Callable[[], Any], skip: Callable[[], Any]
+    ) -> Any:
+        """Returns `compute()` in a tick in which a microbatch is at this end of the pipeline (`EMBED`, `LOSS` or
+        `EMBED_BACKWARD`), else `skip()`."""
         return _run_if_active(self.table.arrays[end], plan[end], end, None, compute, skip)
 
     def chunk_input(self, plan: TickPlan, chunk: Array, arriving_BSD: Array) -> Array:
         """Returns a chunk's input. This is the embedding for the first stage's first chunk, and `arriving_BSD`, the
         output of the previous piece of the model, for all other chunks."""
-        embed = lambda: self.ends.embed(self.rows(plan[ENTER]))
-        x_BSD = self.run_if_at_end(plan, ENTER, embed, lambda: arriving_BSD)
+        embed = lambda: self.ends.embed(self.rows(plan[EMBED]))
+        x_BSD = self.run_if_at_pipeline_end(plan, EMBED, embed, lambda: arriving_BSD)
         return x_BSD if self.is_single_stage else jnp.where((self.stage == 0) & (chunk == 0), x_BSD, arriving_BSD)
 
     def shift_between_stages(self, x_BSD: Array, *, forward: bool) -> Array:
@@ -238,21 +240,21 @@ def _evaluation_tick(step: Step, carry: tuple[Array, LossSums], plan: TickPlan) 
     for layers in step.layers.values():
         y_BSD = layers.evaluate(y_BSD, chunk_pass)
     add_loss = lambda: sums.plus(step.ends.loss(y_BSD, step.rows(plan[LOSS])))
-    sums = step.run_if_at_end(plan, LOSS, add_loss, lambda: sums)
+    sums = step.run_if_at_pipeline_end(plan, LOSS, add_loss, lambda: sums)
     return (step.shift_between_stages(y_BSD, forward=True), sums), None
 
 
 class _Carry(NamedTuple):
     """The carry of the loop over training ticks."""
 
-    arriving: Array  # [B, S, D], activations from the previous stage
-    returning: Array  # [B, S, D], a gradient from the next stage
+    arriving_BSD: Array  # activations from the previous stage
+    arriving_gradient_BSD: Array  # the gradient of an output, from the next stage
     residuals: dict[str, Residuals]  # by group, the arrays that forward stored for backward in each slot
-    pending: Array  # [slots, B, S, D], the loss's gradients that the last stage's backward has yet to use
+    pending_loss_gradients: Array  # [slots, B, S, D], the gradients that the last stage's backward has yet to use
     gradients: Params
     sums: LossSums
     layer_sums: dict[str, Any]
-    squares: Array | None  # of the first microbatch's gradients, if requested
+    squared_norm: Array | None  # of the first microbatch's gradients, if requested
 
 
 def _start(step: Step) -> _Carry:
@@ -265,16 +267,16 @@ def _start(step: Step) -> _Carry:
     pending = jnp.zeros((step.table.pending_slots, *zero_activations.shape), zero_activations.dtype)
     residuals = {name: buffers for name, (buffers, _) in allocated_arrays.items()}
     layer_sums = {name: sums for name, (_, sums) in allocated_arrays.items()}
-    squares_first_microbatch = batches is not None and batches.from_first_microbatch
+    needs_squared_norm = batches is not None and batches.from_first_microbatch
     return _Carry(
-        arriving=zero_activations,
-        returning=zero_activations,
+        arriving_BSD=zero_activations,
+        arriving_gradient_BSD=zero_activations,
         residuals=residuals,
-        pending=pending,
+        pending_loss_gradients=pending,
         gradients=step.weights.zero_gradients(),
         sums=no_loss(),
         layer_sums=layer_sums,
-        squares=jnp.zeros((), jnp.float32) if squares_first_microbatch else None,
+        squared_norm=jnp.zeros((), jnp.float32) if needs_squared_norm else None,
     )
 
 
@@ -303,16 +305,16 @@ def _tick(step: Step, carry: _Carry, plan: TickPlan, *, last: bool = False) -> t
     y_gradient_BSD, carry = _delay_loss_gradient(step, carry, plan, y_gradient_BSD)
     x_gradient_BSD, carry = _backward(step, carry, plan, y_gradient_BSD, last)
     carry = _embedding_backward(step, carry, plan, x_gradient_BSD)
-    carry = _square_first_gradients(step, carry, plan)
+    carry = _squared_norm_of_first_gradients(step, carry, plan)
     arriving_BSD = step.shift_between_stages(y_BSD, forward=True)
-    returning_BSD = step.shift_between_stages(x_gradient_BSD, forward=False)
-    return carry._replace(arriving=arriving_BSD, returning=returning_BSD), None
+    arriving_gradient_BSD = step.shift_between_stages(x_gradient_BSD, forward=False)
+    return carry._replace(arriving_BSD=arriving_BSD, arriving_gradient_BSD=arriving_gradient_BSD), None
 
 
 def _forward(step: Step, carry: _Carry, plan: TickPlan) -> tuple[Array, _Carry]:
     """Runs this tick's forward pass through a chunk and stores its residuals."""
     chunk_pass = step.pass_at(plan, "forward", FORWARD)
-    y_BSD = step.chunk_input(plan, chunk_pass.chunk, carry.arriving)
+    y_BSD = step.chunk_input(plan, chunk_pass.chunk, carry.arriving_BSD)
     residuals, sums = dict(carry.residuals), dict(carry.layer_sums)
     for name, layers in step.layers.items():
         y_BSD, residuals[name], sums[name] = layers.forward(y_BSD, chunk_pass, residuals[name], sums[name])
@@ -327,9 +329,9 @@ def _loss(step: Step, carry: _Carry, plan: TickPlan, y_BSD: Array) -> tuple[Arra
         sums, y_gradient_BSD, new_gradients = step.ends.loss_and_gradients(y_BSD, step.rows(plan[LOSS]))
         return carry.sums.plus(sums), y_gradient_BSD, _add_end_gradients(step, carry.gradients, new_gradients)
 
-    old_gradients = {name: carry.gradients[name] for name in step.spec.definition.last}
+    old_gradients = {name: carry.gradients[name] for name in step.spec.definition.modules_after}
     skip = lambda: (carry.sums, jnp.zeros_like(y_BSD), old_gradients)
-    sums, y_gradient_BSD, end_gradients = step.run_if_at_end(plan, LOSS, loss_of_microbatch, skip)
+    sums, y_gradient_BSD, end_gradients = step.run_if_at_pipeline_end(plan, LOSS, loss_of_microbatch, skip)
     return y_gradient_BSD, carry._replace(sums=sums, gradients=carry.gradients | end_gradients)
 
 
@@ -338,9 +340,9 @@ def _delay_loss_gradient(step: Step, carry: _Carry, plan: TickPlan, y_gradient_B
     if not step.table.pending_slots:
         return y_gradient_BSD, carry
     write_slot, read_slot = plan["pending"]
-    stored_gradient = jnp.where(plan[LOSS] >= 0, y_gradient_BSD, carry.pending[write_slot])
-    pending = carry.pending.at[write_slot].set(stored_gradient)
-    return pending[read_slot], carry._replace(pending=pending)
+    stored_gradient = jnp.where(plan[LOSS] >= 0, y_gradient_BSD, carry.pending_loss_gradients[write_slot])
+    pending = carry.pending_loss_gradients.at[write_slot].set(stored_gradient)
+    return pending[read_slot], carry._replace(pending_loss_gradients=pending)
 
 
 def _backward(step: Step, carry: _Carry, plan: TickPlan, y_gradient_BSD: Array, last: bool) -> tuple[Array, _Carry]:
@@ -351,10 +353,10 @@ def _backward(step: Step, carry: _Carry, plan: TickPlan, y_gradient_BSD: Array, 
         y_gradient_BSD, gradients = _reduce_head_first(step, y_gradient_BSD, gradients)
     else:
         is_last = (step.stage == step.schedule.stages - 1) & (chunk_pass.chunk == step.schedule.chunks - 1)
-        y_gradient_BSD = jnp.where(is_last, y_gradient_BSD, carry.returning)
+        y_gradient_BSD = jnp.where(is_last, y_gradient_BSD, carry.arriving_gradient_BSD)
     if step.schedule.ticks == 1:
-        # With a single tick, allocate the layer gradients only after the head's backward pass: no earlier tick has
-        # added to them, and earlier they would only take memory in addition to the head's gradients.
+        # With a single tick, allocate the layer gradients only after the head's backward pass. No earlier tick has
+        # added to them, and allocating them sooner would only take memory while the head's gradients are also alive.
         allocate_late = lambda like: zeros_after(y_gradient_BSD, like)
         gradients |= jax.tree.map(allocate_late, {name: gradients[name] for name in step.layers})
     x_gradient_BSD = y_gradient_BSD
@@ -368,7 +370,7 @@ def _backward(step: Step, carry: _Carry, plan: TickPlan, y_gradient_BSD: Array, 
 def _reduce_head_first(step: Step, y_gradient_BSD: Array, gradients: Params) -> tuple[Array, Params]:
     """Orders the head's reduce-scatter before the layers' backward pass. XLA would otherwise schedule it last, which
     keeps the unreduced gradient alive and leaves no computation to overlap with."""
-    head_gradients = {name: gradients[name] for name in step.spec.definition.last}
+    head_gradients = {name: gradients[name] for name in step.spec.definition.modules_after}
     y_gradient_BSD, head_gradients = jax.lax.optimization_barrier((y_gradient_BSD, head_gradients))
     return y_gradient_BSD, gradients | head_gradients
 
@@ -377,30 +379,31 @@ def _embedding_backward(step: Step, carry: _Carry, plan: TickPlan, x_gradient_BS
     """Adds the embedding's gradient, in a tick in which the first stage finishes a microbatch's backward pass."""
 
     def add_gradients() -> Params:
-        new_gradients = step.ends.embed_gradient(x_gradient_BSD, step.rows(plan[LEAVE]))
+        new_gradients = step.ends.embed_gradient(x_gradient_BSD, step.rows(plan[EMBED_BACKWARD]))
         return _add_end_gradients(step, carry.gradients, new_gradients)
 
-    skip = lambda: {name: carry.gradients[name] for name in step.spec.definition.first}
-    end_gradients = step.run_if_at_end(plan, LEAVE, add_gradients, skip)
+    skip = lambda: {name: carry.gradients[name] for name in step.spec.definition.modules_before}
+    end_gradients = step.run_if_at_pipeline_end(plan, EMBED_BACKWARD, add_gradients, skip)
     return carry._replace(gradients=carry.gradients | end_gradients)
 
 
-def _square_first_gradients(step: Step, carry: _Carry, plan: TickPlan) -> _Carry:
-    """Computes the squares of the first microbatch's gradients, in the tick of that microbatch's backward pass."""
-    batches, old_squares = step.small_batches, carry.squares
-    if batches is None or old_squares is None:
+def _squared_norm_of_first_gradients(step: Step, carry: _Carry, plan: TickPlan) -> _Carry:
+    """Adds the squared norm of the first microbatch's gradients to the carry, in the tick of that microbatch's backward
+    pass."""
+    batches, previous_norm = step.small_batches, carry.squared_norm
+    if batches is None or previous_norm is None:
         return carry
     is_first = plan["backward"][step.stage][0] == 0
-    compute = lambda: squares(step.spec, batches, carry.gradients)
-    return carry._replace(squares=jax.lax.cond(is_first, compute, lambda: old_squares))
+    compute = lambda: squared_norm(step.spec, batches, carry.gradients)
+    return carry._replace(squared_norm=jax.lax.cond(is_first, compute, lambda: previous_norm))
 
 
-def _add_end_gradients(step: Step, gradients: Params, new: Params) -> Params:
-    """Returns the accumulated gradients of the ends of the model that `new` has, plus the `new` gradients of a
-    microbatch."""
-    axes = {name: step.spec.trained_axes[name] for name in new}
-    reduced = step.weights.reduce(select_trained(new, axes), axes)
-    return {name: jax.tree.map(jnp.add, gradients[name], reduced[name]) for name in new}
+def _add_end_gradients(step: Step, gradients: Params, new_gradients: Params) -> Params:
+    """Adds a microbatch's `new_gradients`, of modules at an end of the model, to the accumulated ones, and returns the
+    sums."""
+    axes = {name: step.spec.trained_axes[name] for name in new_gradients}
+    reduced = step.weights.reduce(select_trained(new_gradients, axes), axes)
+    return {name: jax.tree.map(jnp.add, gradients[name], reduced[name]) for name in new_gradients}
 
 
 def _run_if_active(

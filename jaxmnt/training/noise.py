@@ -58,8 +58,8 @@ def small_batches(spec: StepSpec) -> SmallBatches | None:
     return SmallBatches(share, samples, from_first_microbatch, sample_axes)
 
 
-def squares(spec: StepSpec, batches: SmallBatches, gradients: Params) -> Array:
-    """Returns the sum of squares, in float32, of one device's gradients or of global gradients. Only gradients whose
+def squared_norm(spec: StepSpec, batches: SmallBatches, gradients: Params) -> Array:
+    """Returns the squared norm, in float32, of one device's gradients or of global gradients. Only gradients whose
     rows are split along the axes of the small batches are included."""
     leaves = named_leaves(gradients, spec.trained_axes)
     sampled_leaves = [leaf for _, leaf, names in leaves if _sample_axes(spec, names) == batches.sample_axes]

@@ -70,8 +70,8 @@ def train_step(spec: StepSpec, state: State, batch: Batch) -> tuple[State, Metri
     stop, save, profile = jnp.sum(batch["control"], axis=0)
     # Means over targets are NaN without targets; the other metrics have a value in every step.
     target_metrics = {"loss": loss, "grad_norm": norm, "model": _layer_metrics(spec, batch_mean)}
-    if batch_mean.squares is not None:
-        target_metrics["gradient_squares"] = batch_mean.squares
+    if batch_mean.squared_norms is not None:
+        target_metrics["gradient_squares"] = batch_mean.squared_norms
     metrics = {
         **jax.tree.map(lambda value: _mean_or_nan(has_targets, value), target_metrics),
         "learning_rate": jnp.asarray(spec.learning_rate(updates_applied(state)), jnp.float32),
@@ -92,8 +92,8 @@ def updates_applied(state: State) -> Array:
 
 
 def _mean_or_nan(has_targets: Array, value: Array) -> Array:
-    """Replaces a floating-point `value`, which is a mean over targets, by NaN if there are no targets. An integer is a
-    count and is returned unchanged."""
+    """Replaces a floating-point `value`, which is a mean over targets, with NaN if there are no targets. An integer is
+    a count and is returned unchanged."""
     is_mean = jnp.issubdtype(jnp.result_type(value), jnp.floating)
     return jnp.where(has_targets, value, jnp.nan) if is_mean else jnp.asarray(value)
 
@@ -134,7 +134,7 @@ class MeanGradients(NamedTuple):
     """The layers' `sums`, stacked in the checkpoint layout."""
     gradients: Params
     """Float32 gradients of the mean loss, sharded like the parameters."""
-    squares: dict[str, Array] | None
+    squared_norms: dict[str, Array] | None
     """The squared norms of the mean loss's gradients, if requested. `small` is the mean over the small batches, and
     `large` is that of the whole batch."""
 
@@ -145,7 +145,7 @@ def mean_gradients(spec: StepSpec, params: Params, buffers: Params, batch: Batch
     layer_axes = {group.name: (group.name,) for group in spec.definition.groups}
     out_axes = ((), (), (), layer_axes, spec.trained_axes, ("devices",))
     compute = spec.on_mesh(functools.partial(_local_gradients, spec), [spec.row_axes, ()], out_axes)
-    sums, tokens, weight, layers, gradients, local_squares = compute(params, buffers, _rows(spec, batch), step)
+    sums, tokens, weight, layers, gradients, local_squared_norms = compute(params, buffers, _rows(spec, batch), step)
 
     def to_checkpoint_layout(path: Any, leaf: Array) -> Array:
         return spec.layout.to_checkpoint_layout(leaf, (path[0].key, *[None] * (leaf.ndim - 1)))
@@ -156,18 +156,22 @@ def mean_gradients(spec: StepSpec, params: Params, buffers: Params, batch: Batch
     # Turn sums into means with the only division, after all devices and microbatches have been summed.
     scale = jnp.where(weight > 0, 1 / jnp.maximum(weight, 1e-9), 0)
     gradients = jax.tree.map(lambda g: g * scale, gradients)
-    squares = None if local_squares is None else _mean_squares(spec, local_squares, gradients, scale)
-    return MeanGradients(sums._replace(loss=sum(terms, sums.loss)), tokens, scale, layer_sums, gradients, squares)
+    squared_norms = None
+    if local_squared_norms is not None:
+        squared_norms = _mean_squared_norms(spec, local_squared_norms, gradients, scale)
+    return MeanGradients(sums._replace(loss=sum(terms, sums.loss)), tokens, scale, layer_sums, gradients, squared_norms)
 
 
-def _mean_squares(spec: StepSpec, local_squares: Array, gradients: Params, scale: Array) -> dict[str, Array]:
+def _mean_squared_norms(
+    spec: StepSpec, local_squared_norms: Array, gradients: Params, scale: Array
+) -> dict[str, Array]:
     """Returns the squared norms of the mean loss's gradients, for the small batches and for the whole batch.
-    `local_squares`, [devices], has the sum of squares of each device's gradients of the summed loss of a small batch.
-    The targets of a small batch are assumed to have the same mean weight as those of the whole batch."""
+    `local_squared_norms`, [devices], has the squared norm of each device's gradients of the summed loss of a small
+    batch. The targets of a small batch are assumed to have the same mean weight as those of the whole batch."""
     small_batches = noise.small_batches(spec)
     assert small_batches is not None
-    mean_square = jnp.sum(local_squares) / small_batches.samples * (scale / small_batches.share) ** 2
-    return {"small": mean_square, "large": noise.squares(spec, small_batches, gradients)}
+    small = jnp.sum(local_squared_norms) / small_batches.samples * (scale / small_batches.share) ** 2
+    return {"small": small, "large": noise.squared_norm(spec, small_batches, gradients)}
 
 
 def eval_step(spec: StepSpec, params: Params, buffers: Params, batch: Batch) -> Metrics:
@@ -197,8 +201,8 @@ def _local_gradients(
     gradients = collectives.reduce_gradients(
         local_results.gradients, spec.trained_axes, spec.placement, spec.reduce_dtype, is_unreduced
     )
-    local_squares = None if local_results.squares is None else local_results.squares[None]
-    return sums, tokens, weight, layers, gradients, local_squares
+    local_squared_norms = None if local_results.squared_norm is None else local_results.squared_norm[None]
+    return sums, tokens, weight, layers, gradients, local_squared_norms
 
 
 def _local_evaluation(spec: StepSpec, params: Params, buffers: Params, batch: Batch) -> tuple[LossSums, Array]:
