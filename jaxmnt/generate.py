@@ -66,7 +66,7 @@ class Request:
 
         if self.finish is not None:
             return
-        if token in vocabulary.ends:
+        if token in vocabulary.stop_ids:
             self.finish = "end"
             return
         self.tokens.append(token)

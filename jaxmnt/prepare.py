@@ -111,17 +111,17 @@ def _warn_if_few_held_out(summary: "Summary", requested_fraction: float | None) 
     if tokens:
         yield (
             f"held out {counted(documents, 'document', 'documents')}, {counted(tokens, 'token', 'tokens')}: too little "
-            "for a meaningful loss; give more files by --eval-input, or a larger share by --eval-fraction"
+            "for a meaningful loss; give more files with --eval-input, or a larger share with --eval-fraction"
         )
     elif summary.eval_fraction:
         trained = summary.documents["train"]
         reason = "the only document did not fall" if trained == 1 else f"none of the {trained:,} documents fell"
         yield (
-            f"nothing is held out: {reason} into the share of {summary.eval_fraction:g}; give files by --eval-input, "
-            "or a larger share by --eval-fraction"
+            f"nothing is held out: {reason} into the share of {summary.eval_fraction:g}; give files with --eval-input, "
+            "or a larger share with --eval-fraction"
         )
     elif requested_fraction is None:
-        yield "nothing is held out: give files by --eval-input, or a share by --eval-fraction"
+        yield "nothing is held out: give files with --eval-input, or a share with --eval-fraction"
     else:
         yield f"nothing is held out, because of --eval-fraction {requested_fraction:g}"
 

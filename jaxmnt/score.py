@@ -134,7 +134,7 @@ def continuation_of(
         text_ids = context_ids + vocabulary.encode(rest, markup=markup, begins=not context_ids, where=where)
     if len(text_ids) == len(context_ids):
         raise ConfigError(f"{where}: the tokenizer makes no token of the text to score; give a different text")
-    start = vocabulary.start if begins else []
+    start = vocabulary.start_ids if begins else []
     if not context_ids:
         start = vocabulary.with_start([])
     ids, begin = start + text_ids, len(start) + len(context_ids)

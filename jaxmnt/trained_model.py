@@ -38,15 +38,15 @@ class Vocabulary:
     tokenizer: "Tokenizer"
     size: int
     """Number of ids that the model has."""
-    start: list[int]
+    start_ids: list[int]
     """Ids that precede a text."""
-    end: int | None
-    """Id that ends a document. It also precedes an empty text if `start` is empty."""
-    ends: frozenset[int]
+    end_of_document: int | None
+    """Id that ends a document. It also precedes an empty text if `start_ids` is empty."""
+    stop_ids: frozenset[int]
     """Ids that end generation."""
 
     def encode(self, text: str, *, markup: bool = False, begins: bool = True, where: str = "--prompt") -> list[int]:
-        """Returns the ids of a text, without `start`.
+        """Returns the ids of a text, without `start_ids`.
 
         With `markup`, the names of special tokens are encoded as the tokens themselves. `begins` means that no other
         text precedes this one.
@@ -63,8 +63,9 @@ class Vocabulary:
         return ids
 
     def with_start(self, ids: list[int]) -> list[int]:
-        """Returns `start` and the ids of a text. If both are empty, returns `end` alone, if there is one."""
-        return self.start + ids or ([] if self.end is None else [self.end])
+        """Returns `start_ids` and the ids of a text. If both are empty, returns `end_of_document` alone, if there is
+        one."""
+        return self.start_ids + ids or ([] if self.end_of_document is None else [self.end_of_document])
 
 
 @dataclass(frozen=True)
@@ -195,16 +196,16 @@ def _vocabulary(run: str, tokenizer: str | None, checkpoint: "Committed", files:
     that end a text."""
     from jaxmnt.data.tokenizer import HuggingFace
 
-    opened, tokenizer_size, end = _tokenizer(run, tokenizer, checkpoint)
+    opened, tokenizer_size, end_of_document = _tokenizer(run, tokenizer, checkpoint)
     model_size = checkpoint.config.model.vocab_size
     assert model_size is not None
     size = min(tokenizer_size, model_size)  # a tokenizer may have more ids than the model, as for Gemma 3
-    start = [] if end is None else [end]
-    ends = {*start, *(id for id in _end_ids(files) if id < size)}
+    start_ids = [] if end_of_document is None else [end_of_document]
+    stop_ids = {*start_ids, *(id for id in _end_ids(files) if id < size)}
     # An imported model that was not trained further expects the beginning of a text that its own tokenizer adds.
     if files and checkpoint.manifest.tokens == 0 and isinstance(opened, HuggingFace):
-        start = opened.start
-    return Vocabulary(opened, size, start, end, frozenset(ends))
+        start_ids = opened.start
+    return Vocabulary(opened, size, start_ids, end_of_document, frozenset(stop_ids))
 
 
 class RefusedLine(NamedTuple):
@@ -308,7 +309,7 @@ def _tokenizer(run: str, argument: str | None, checkpoint: "Committed") -> "tupl
     if recorded is not None and recorded.name == "synthetic":
         raise ConfigError("--run: it was trained on random tokens (data.synthetic), which do not represent text")
 
-    # The run keeps its tokenizer.
+    # The run has a recorded tokenizer.
     if recorded is not None and recorded.name != NAMELESS:
         tokenizer = recorded.open()
         if argument is not None:
@@ -323,8 +324,8 @@ def _tokenizer(run: str, argument: str | None, checkpoint: "Committed") -> "tupl
     # The run was trained on token arrays, so only the command line can name the tokenizer.
     if argument is None:
         raise ConfigError(
-            "--tokenizer: the run was trained on token arrays whose tokenizer is not recorded; give bytes, or the "
-            "path of the tokenizer.json that made them"
+            "--tokenizer: the run was trained on token arrays whose tokenizer is not recorded; give --tokenizer "
+            "bytes, or --tokenizer with the path of the tokenizer.json that made them"
         )
     requested = choose_tokenizer(argument)
     if recorded is None:

@@ -1110,7 +1110,7 @@ if may_mount():
         assert "WARNING checkpoint 15 could not be saved: No space left on device" in result.stdout, result
         assert "2 saves in a row failed" in result.stderr and "No space left on device" in result.stderr
         assert "blind 1" in result.stdout and result.stdout.count(": valid, ") == 2 and "verify 0" in result.stdout
-        assert "looking 1" in result.stdout and "MiB are free in" in result.stderr
+        assert "looking 1" in result.stdout and "MiB is free in" in result.stderr
         assert "more room 0" in result.stdout
         assert contents(tmp_path / "kept") == contents(tmp_path / "undisturbed")
         assert "Traceback" not in result.stderr

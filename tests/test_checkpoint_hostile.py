@@ -529,7 +529,7 @@ def test_what_could_be_removed_is_named(root, monkeypatch):
     monkeypatch.setattr(os, "statvfs", lambda path: Full)
     told = retention.shortage(root, retention.SpaceNeeded(5000, 3)) or ""
     short, _, removable = told.partition("; these could be removed: ")
-    assert short == f"3 KiB are free in {root}, but 4.88 KiB are needed, 1.88 KiB more"
+    assert short == f"3 KiB is free in {root}, but 4.88 KiB is needed (1.88 KiB short)"
     assert [name.partition(" ")[0] for name in removable.split(", ")] == ["5.damaged", "12"]
 
 

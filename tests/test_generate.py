@@ -129,7 +129,8 @@ def token_arrays(folder: Path, end: int | None) -> None:
 def test_a_run_on_token_arrays_says_what_to_give_and_takes_it(moved, asked, capsys, tmp_path):
     token_arrays(moved, end=11)
     with pytest.raises(
-        ConfigError, match=r"token arrays.*give bytes, or the path of the tokenizer\.json that made them"
+        ConfigError,
+        match=r"token arrays.*give --tokenizer bytes, or --tokenizer with the path of the tokenizer\.json that made",
     ):
         generate.main(["--run", str(run(moved)), "--prompt", "ab"])
     assert generate.main(["--run", str(run(moved)), "--prompt", "ab", "--tokenizer", "bytes"]) == ExitCode.FINISHED

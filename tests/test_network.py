@@ -84,7 +84,9 @@ def test_a_network_that_is_slow_everywhere_is_no_network_of_this_speed(lab, on_a
         for host in range(HOSTS):
             lab.speed_up(host)
     assert [code for code, _ in ended] == [3, 3, 3], ended
-    assert "links: all 3 hosts: 0.00" in ended[0][1] and "the hosts' cards have 1.25 GB/s" in ended[0][1]
+    assert (
+        "links: all 3 hosts: 0.00" in ended[0][1] and "the hosts' network cards are rated at 1.25 GB/s" in ended[0][1]
+    )
 
 
 def test_a_blocked_port(lab, on_all):

@@ -85,8 +85,8 @@ def test_errors_of_hardware_in_the_kernels_log():
         ("python", {"python": "3.12.1"}, "warning", "3.12.1, elsewhere 3.11.7"),
         ("packages", {"environment": "xyz"}, "warning", "xyz, elsewhere abc"),
         ("image", {"image": "sha256:1"}, "warning", "sha256:1, elsewhere not set"),
-        ("host memory", {"memory": {"all": 900 * GIB, "free": GIB}}, "warning", "1 GiB of 900 GiB are available"),
-        ("shared memory", {"shm": 64 << 20}, "warning", "64 MiB are free in /dev/shm"),
+        ("host memory", {"memory": {"all": 900 * GIB, "free": GIB}}, "warning", "1 GiB of 900 GiB is available"),
+        ("shared memory", {"shm": 64 << 20}, "warning", "64 MiB is free in /dev/shm"),
         ("network interface", {"nccl": {"NCCL_SOCKET_IFNAME": "ib0"}}, "failed", "ib0 matches no interface"),
         ("network interface", {"nics": [card("lo", 0, "127.0.0.1")]}, "warning", "NCCL would use lo, which reaches no"),
         (

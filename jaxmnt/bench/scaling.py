@@ -119,9 +119,9 @@ class _RunMeasurement:
 def check(request: ScalingRequest) -> None:
     """Raises `ConfigError` if the calibration is unreadable, cores or GPUs are missing, or a case is impossible.
 
-    Weak scaling must always give a whole number of rows. A case is also impossible if its devices do not fit the mesh,
-    or its batch cannot be split evenly among them; this is only checked if the request has the number of devices per
-    process.
+    A case of weak scaling is impossible if it would give a fractional number of rows; this is always checked. A case is
+    also impossible if its devices do not fit the mesh, or its batch cannot be split evenly among them; this is only
+    checked if the request has the number of devices per process.
     """
     if request.calibration is not None:
         read_calibration(request.calibration)
@@ -368,7 +368,7 @@ def _predict(request: ScalingRequest, mode: Mode, processes: int, devices: int, 
     """
     kind = read_calibration(rates).kind
     hosts = processes if request.slurm else 1
-    target = ["--devices", str(devices)] if kind == CPU else ["--target", _target(kind), "--hosts", str(hosts)]
+    target = ["--devices", str(devices)] if kind == CPU else ["--target", _planning_target(kind), "--hosts", str(hosts)]
     target += ["--devices-per-host", str(devices // hosts)]
     dry_run = subprocess.run(
         [sys.executable, "-m", "jaxmnt.train", "--config", str(request.config_file), "--dry-run", "--json", *target,
@@ -385,9 +385,11 @@ def _predict(request: ScalingRequest, mode: Mode, processes: int, devices: int, 
     return plan["prediction"]["step_seconds"], exposed
 
 
-def _target(kind: str) -> str:
-    """Returns the name of the target of plans that has a kind of chip. Raises `ConfigError` for an unknown kind."""
+def _planning_target(kind: str) -> str:
+    """Returns the name of the planning target whose chips are of this kind. Raises `ConfigError` if there is none."""
     targets = [name for name, chip in CHIPS.items() if chip.kind == kind]
     if not targets:
-        raise ConfigError(f"--calibration: the rates were measured on {kind}, which is not a known target of plans")
+        raise ConfigError(
+            f"--calibration: the rates were measured on {kind}, which is not the chip of a planning target"
+        )
     return targets[0]

@@ -86,7 +86,7 @@ class SaveTimer:
 
 
 _STATE_PARTS = 3
-"""Number of parts of a state. Each part has its own database."""
+"""Number of parts of a state. Each is stored as its own OCDBT database, with its own files."""
 
 _SIZE_FACTOR = 1.02
 """Factor that allows for Orbax's own files and for file systems that round sizes up."""
@@ -125,7 +125,7 @@ def shortage(root: StoragePath, needed: SpaceNeeded, checkpoints: int = 1) -> st
     needed_bytes, needed_files = needed.bytes * checkpoints, needed.files * checkpoints
     if free < needed_bytes:
         missing = size(needed_bytes - free)
-        message = f"{size(free)} are free in {root}, but {size(needed_bytes)} are needed, {missing} more"
+        message = f"{size(free)} is free in {root}, but {size(needed_bytes)} is needed ({missing} short)"
     # File systems without a fixed number of inodes report 0.
     elif status.f_files and inodes < needed_files:
         message = f"{inodes} inodes are free in {root}, but {needed_files} are needed"

@@ -159,7 +159,9 @@ def check_data(data: Data) -> None:
 
 def _check_weights(weights: dict[str, float], step: int) -> None:
     if weights and not sum(weights.values()) > 0:
-        raise ValueError(f"data.sources: from step {step} on no source has a weight above 0; give one")
+        raise ValueError(
+            f"data.sources: from step {step} on no source has a weight above 0; give at least one source such a weight"
+        )
 
 
 def _check_grain(where: str, grain: Grain, alternative: str | None) -> None:

@@ -385,14 +385,16 @@ def _collect_lines(
         entries = [(key.value, key, value) for key, value in node.value]
     else:
         return
-    for name, first_node, value in entries:
+    for name, line_node, value in entries:
         dotted = f"{prefix}{name}"
-        line = first_node.start_mark.line + 1
+        line = line_node.start_mark.line + 1
         if dotted in lines:
             raise ConfigError(f"{path}:{line}: {dotted} is given twice (first on line {lines[dotted]}); keep one")
         lines[dotted] = line
         if len(lines) > _MAX_VALUES:
-            raise ConfigError(f"{path}:{line}: its aliases expand to over {_MAX_VALUES} values; write the values out")
+            raise ConfigError(
+                f"{path}:{line}: the file's aliases expand to over {_MAX_VALUES} values; write the values out"
+            )
         _collect_lines(path, value, f"{dotted}.", lines, (*parents, node))
 
 

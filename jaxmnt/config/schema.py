@@ -325,7 +325,8 @@ class Config(Section):
     def _check_and_complete(self) -> Self:
         if self.run.dir and "://" in self.run.dir:
             raise ValueError(
-                f"run.dir: {self.run.dir} must be a folder, since files in it grow; set checkpoint.dir to the address"
+                f"run.dir: {self.run.dir} must be a folder of a file system, because jaxmnt appends to files in it; to "
+                "store checkpoints at this address, set checkpoint.dir to it"
             )
         if self.checkpoint.dir and (trouble := path_problem(self.checkpoint.dir)):
             raise ValueError(f"checkpoint.dir: {self.checkpoint.dir} {trouble}")
@@ -343,15 +344,16 @@ class Config(Section):
         if timeout is not None and timeout <= longest_wait:
             raise ValueError(
                 f"cluster.nccl_timeout_seconds: {timeout} must be above the watchdog's longest limit ({longest_wait:g} "
-                "s), or NCCL ends processes before the watchdog names one; raise it, or leave it out"
+                "s), or NCCL ends processes before the watchdog can name the process at fault; raise it, or leave it "
+                "out"
             )
         check_data(self.data)
         check_pipeline(self.pipeline, self.mesh.pipeline, self.model.num_layers)
         return self.model_copy(update={"model": complete_model(self.model), "mesh": complete_mesh(self.mesh)})
 
     def changed(self, settings: Mapping[str, Any]) -> Self:
-        """Returns a copy of the config with new values for these dotted keys. The values are not checked: building a
-        step from the config reports contradictions."""
+        """Returns a copy of the config with new values for these dotted keys. The values are not checked
+        here; contradictions are reported when a step is built from the config."""
         sections: dict[str, dict[str, Any]] = {}
         for name, value in settings.items():
             section, _, field = name.partition(".")

@@ -379,8 +379,8 @@ def make_tokenizer(description: dict[str, Any], folder: Path, content: str | Non
             raise ConfigError(f"data.path: {folder / TOKENIZER_FILE} is not the tokenizer that encoded the data")
         return tokenizer
     raise ConfigError(
-        f"--tokenizer: {folder} holds tokens of an unknown tokenizer ({printable(str(name))}); give bytes, or the "
-        "tokenizer.json that encoded them"
+        f"--tokenizer: {folder} holds tokens of an unknown tokenizer ({printable(str(name))}); give "
+        "--tokenizer bytes, or --tokenizer with the path of the tokenizer.json that encoded them"
     )
 
 
@@ -400,7 +400,7 @@ def choose_tokenizer(name: str, end_token: str | None = None, *, for_text: bool 
                 f"--tokenizer: {path.parent} holds a tokenizer.model, which is not supported; convert it to a "
                 f"{TOKENIZER_FILE} first, with save_pretrained of transformers' AutoTokenizer"
             )
-        raise ConfigError(f"--tokenizer: {name} does not exist; give bytes, or the path of a tokenizer.json")
+        raise ConfigError(f"--tokenizer: {name} does not exist; give bytes or the path of a tokenizer.json")
     return HuggingFace(path, end_token, for_text=for_text)
 
 

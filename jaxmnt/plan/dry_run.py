@@ -68,7 +68,7 @@ def check_arguments(options: argparse.Namespace) -> None:
         if number is not None and number < 1:
             raise ConfigError(f"--{name.replace('_', '-')}: must be at least 1, not {number}")
     if options.hosts is not None and options.target is None:
-        raise ConfigError("--hosts: it applies only to a --target; give one")
+        raise ConfigError("--hosts: applies only with --target; give --target as well")
 
 
 def dry_run(config: Config, options: argparse.Namespace) -> int:

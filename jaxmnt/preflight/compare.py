@@ -116,10 +116,10 @@ def _check_memory(all_facts: Sequence[Facts]) -> list[Row]:
         host = facts["host"]
         total, free = facts["memory"]["all"], facts["memory"]["free"]
         if total and free < _MIN_AVAILABLE_MEMORY_SHARE * total:
-            finding = f"{size(free)} of {size(total)} are available"
+            finding = f"{size(free)} of {size(total)} is available"
             rows.append(warning_row("host memory", host, finding, "see what else runs there"))
         if facts["shm"] < _MIN_SHM_BYTES:
-            rows.append(warning_row("shared memory", host, f"{size(facts['shm'])} are free in /dev/shm", _SHM_ADVICE))
+            rows.append(warning_row("shared memory", host, f"{size(facts['shm'])} is free in /dev/shm", _SHM_ADVICE))
     min_free_bytes = min(facts["memory"]["free"] for facts in all_facts)
     return rows or [
         ok_row("host memory", describe_hosts(process_hosts(all_facts)), f"{size(min_free_bytes)} available at least")

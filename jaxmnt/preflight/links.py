@@ -126,8 +126,8 @@ def repeat_on_devices(mesh: Mesh, values: np.ndarray) -> Array:
 def pair_rows(identity: Identity, hosts: Sequence[str], megabits: dict[str, int]) -> list[Row]:
     """Measures the link between the hosts of each pair, with as many pairs at a time as possible.
 
-    `megabits` is the speed of each host's card in Mbit/s. Process 0 gets the rows. With more than 16 hosts, nothing is
-    measured.
+    `megabits` is the speed of each host's network card in Mbit/s. Process 0 gets the rows. With more than 16 hosts,
+    nothing is measured.
     """
     names = list(dict.fromkeys(hosts))
     if not 2 <= len(names) <= _MAX_PAIRED_HOSTS:
@@ -166,13 +166,14 @@ def judge_pairs(
 ) -> list[Row]:
     """Returns rows for slow hosts and slow pairs. `rates` are in bytes per second, by pairs of indices of `hosts`.
 
-    A host that is slow in all its pairs gets a single row. `megabits` are the speeds of the hosts' cards in Mbit/s.
+    A host that is slow in all its pairs gets a single row. `megabits` are the speeds of the hosts' network cards in
+    Mbit/s.
     """
     best_rate = max(rates.values())
     card_rate = min((speed for speed in megabits if speed), default=0) * _MEGA / _BITS_PER_BYTE
     min_rate = _MIN_LINK_FRACTION.get(platform, _MIN_LINK_FRACTION["gpu"]) * card_rate
     if best_rate < min_rate:
-        finding = f"{_rate_text(best_rate)} at best, and the hosts' cards have {_rate_text(card_rate)}"
+        finding = f"{_rate_text(best_rate)} at best, but the hosts' network cards are rated at {_rate_text(card_rate)}"
         advice = "look at the switches, and at which network is used"
         return [failed_row("links", f"all {len(hosts)} hosts", finding, advice)]
     rows: list[Row] = []
@@ -196,9 +197,8 @@ def judge_pairs(
 def _slow_row(where: str, rate: float, best_rate: float) -> Row:
     """Returns a failure or a warning for a host or pair of hosts that is slow."""
     make_row = failed_row if rate < _FAILURE_FRACTION * best_rate else warning_row
-    return make_row(
-        "links", where, f"{_rate_text(rate)}, others {_rate_text(best_rate)}", "look at its cable, switch port and card"
-    )
+    finding = f"{_rate_text(rate)}, others {_rate_text(best_rate)}"
+    return make_row("links", where, finding, "look at its cable, switch port and network card")
 
 
 def _pair_rate(a: int, b: int) -> float:

@@ -77,7 +77,8 @@ class Attempt:
 
 
 def remove_leftovers(work: Path) -> None:
-    """Removes the temporary files of killed attempts on this host. Those on other hosts may still be running.
+    """Removes the temporary files of killed attempts on this host. Files of attempts on other hosts are left alone,
+    because those attempts may still be running.
 
     The caller holds the lock of the output, so if a file has the id of this process, an earlier process with the same
     id wrote it.

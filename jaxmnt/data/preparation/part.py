@@ -291,12 +291,12 @@ def _count_text(document: Document, writer: ShardWriter) -> Document:
     return document._replace(segments=list(segments) if isinstance(document.segments, list) else segments)
 
 
-def held_out_documents(job: Job, part: Part) -> Iterator[tuple[bool, Document]]:
-    """Yields each document of a part, with True before it if the document is held out. Skips records that cannot be
+def documents_with_split(job: Job, part: Part) -> Iterator[tuple[str, Document]]:
+    """Yields the split, `train` or `eval`, and the document, for each document of a part. Skips records that cannot be
     used."""
     report = Report(reading=job.settings.reading, skip_bad=True, advance=lambda count: None)
     for document in read_part(part, report):
-        yield split_of(document, job.settings) == "eval", document
+        yield split_of(document, job.settings), document
 
 
 def split_of(document: Document, settings: Settings) -> str:

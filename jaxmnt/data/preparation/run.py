@@ -27,7 +27,7 @@ from jaxmnt.data.preparation.inputs import (
     decide_held_out,
     find_inputs,
 )
-from jaxmnt.data.preparation.part import Job, held_out_documents, prepare_part
+from jaxmnt.data.preparation.part import Job, documents_with_split, prepare_part
 from jaxmnt.data.preparation.plan import Summary, check_output, check_plan, commit, locked_output, remove_work
 from jaxmnt.data.tokenizer import Tokenizer, choose_tokenizer, file_of_tokenizer, make_tokenizer, train_bpe
 from jaxmnt.errors import ConfigError, UserError, printable
@@ -67,11 +67,11 @@ def check_kinds(inputs: list[Input], settings: Settings) -> None:
     texts = [file for file in inputs if file.kind != "tokens"]
     if texts and settings.tokenizer is None and settings.train_tokenizer is None:
         raise ConfigError(
-            f"--tokenizer: {texts[0].printable_path} is text, which needs a tokenizer; give one, or leave --vocab-size "
-            "out"
+            f"--tokenizer: {texts[0].printable_path} is text, which needs a tokenizer; give --tokenizer, or leave "
+            "--vocab-size out to use the default tokenizer, bytes"
         )
-    has_tokenizer = settings.tokenizer not in (None, BYTES) or settings.train_tokenizer is not None
-    if arrays and not has_tokenizer and not settings.vocab_size:
+    has_other_than_bytes = settings.tokenizer not in (None, BYTES) or settings.train_tokenizer is not None
+    if arrays and not has_other_than_bytes and not settings.vocab_size:
         raise ConfigError(
             f"--input: {arrays[0].printable_path} is a token array; give --vocab-size (and --end-id, if an id "
             "separates documents), or the --tokenizer that made it"
@@ -79,8 +79,8 @@ def check_kinds(inputs: list[Input], settings: Settings) -> None:
     without_records = [file for file in inputs if file.kind in ("text", "tokens")]
     if settings.reading.chat and without_records:
         raise ConfigError(
-            f"--chat: {without_records[0].printable_path} holds no records; give JSON lines or Parquet, or leave "
-            "others out by --suffix"
+            f"--chat: {without_records[0].printable_path} holds no records; give JSON lines or Parquet, or select "
+            "only such files with --suffix"
         )
 
 
@@ -88,7 +88,8 @@ def _train(job: Job, vocab_size: int, progress: Progress) -> str:
     """Trains a BPE tokenizer on the training documents, with the same maximum number of characters from each part."""
     if vocab_size < 300:
         raise ConfigError(
-            f"--train-tokenizer: {vocab_size} leaves no room for tokens in addition to the 256 bytes; give at least 300"
+            f"--train-tokenizer: {vocab_size} leaves too little room for tokens in addition to the 256 bytes; give at "
+            "least 300"
         )
     if not any(file.size for file in job.inputs if file.kind != "tokens"):
         raise ConfigError("--train-tokenizer: the input has no text to train on; give files with text")
@@ -103,13 +104,13 @@ def _train(job: Job, vocab_size: int, progress: Progress) -> str:
     def texts(part: Part) -> Iterator[str]:
         nonlocal done
         characters = 0
-        for held_out, document in held_out_documents(job, part):
+        for split, document in documents_with_split(job, part):
             for segment in document.segments:
                 if isinstance(segment.content, str) and not segment.markup:
                     characters += len(segment.content)
                     done += len(segment.content)
                     progress("training the tokenizer", min(done, total), total)
-                    if not held_out:
+                    if split != "eval":
                         yield segment.content
                     if characters >= characters_per_part:
                         return
@@ -257,7 +258,7 @@ def _with_vocabulary(job: Job, tokenizer: Tokenizer | None) -> Job:
     if tokenizer is not None:
         if end_id not in (None, tokenizer.end_of_document):
             own_end = "is not known" if tokenizer.end_of_document is None else f"is {tokenizer.end_of_document}"
-            raise ConfigError(f"--end-id: the tokenizer's own end id {own_end}; name another by --end-token")
+            raise ConfigError(f"--end-id: the tokenizer's own end id {own_end}; name another with --end-token")
         end_id = tokenizer.end_of_document
         vocab_size = max(tokenizer.vocab_size, settings.vocab_size or 0)
     else:
