@@ -46,8 +46,8 @@ _SETTING_WITH_DASHES = re.compile(r"--?([a-z]\w*(?:\.\w+)+)(?:=(.*))?", re.DOTAL
 class Parser(argparse.ArgumentParser):
     """The argument parser of all commands and subcommands.
 
-    The description and the epilog are wrapped, except for lines that begin with a space. The help text ends with the
-    exit codes of the command, `codes`.
+    The description and the epilog are wrapped, except for lines that begin with one of `_SEPARATE_LINE_PREFIXES`.
+    The help text ends with the exit codes of the command, `codes`.
     """
 
     def __init__(

@@ -93,7 +93,7 @@ def _reopen_terminal(descriptor: int) -> int | None:
 
 
 def guard() -> None:
-    """Replaces stdout and stderr by robust streams, even if this process was started without them.
+    """Replaces stdout and stderr with robust streams, even if this process was started without them.
 
     Closed standard descriptors are opened on /dev/null. Otherwise the next file that is opened would get their number.
     """
@@ -107,12 +107,12 @@ def guard() -> None:
     for name, descriptor in (("stdout", 1), ("stderr", 2)):
         stream = getattr(sys, name)
         if stream is None:  # its descriptor may belong to another file by now
-            setattr(sys, name, guarded(None, os.open(os.devnull, os.O_WRONLY)))
+            setattr(sys, name, never_failing_stream(None, os.open(os.devnull, os.O_WRONLY)))
         elif type(stream) is io.TextIOWrapper and stream.fileno() == descriptor:
-            setattr(sys, name, guarded(stream, descriptor))
+            setattr(sys, name, never_failing_stream(stream, descriptor))
 
 
-def guarded(replaced: TextIO | None, descriptor: int, *, line_buffering: bool = False) -> TextIO:
+def never_failing_stream(replaced: TextIO | None, descriptor: int, *, line_buffering: bool = False) -> TextIO:
     """Returns a text stream on `descriptor` that never fails, and is otherwise like the stream that it replaces."""
     raw = _RawOutput(descriptor)
     replaced_raw = _raw(replaced)
@@ -126,7 +126,7 @@ def guarded(replaced: TextIO | None, descriptor: int, *, line_buffering: bool = 
     )
 
 
-def outlive_output() -> None:
+def limit_output_waits() -> None:
     """Limits the time to wait for a reader of stdout and stderr. Called by commands whose result is not their
     output."""
     for stream in (sys.stdout, sys.stderr):

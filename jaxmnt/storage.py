@@ -184,7 +184,7 @@ def sizes_of(path: StoragePath, names: Iterable[str]) -> dict[str, int]:
     return present
 
 
-NO_FILE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EINVAL, errno.ELOOP, errno.ENAMETOOLONG)
+UNUSABLE_FILE_ERRNOS = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EINVAL, errno.ELOOP, errno.ENAMETOOLONG)
 """Error numbers that mean that the file itself is missing or unusable. Others, such as I/O errors, do not mean that."""
 
 

@@ -21,7 +21,7 @@ from jaxmnt.config import Config, load_config
 from jaxmnt.distributed.gpu_settings import check_flags, prepare
 from jaxmnt.distributed.identity import Identity, identify
 from jaxmnt.errors import report
-from jaxmnt.output import outlive_output
+from jaxmnt.output import limit_output_waits
 from jaxmnt.plan.dry_run import dry_run
 from jaxmnt.run.arguments import parse_arguments
 from jaxmnt.telemetry.progress import StartClock, Work, working
@@ -41,7 +41,7 @@ def main(arguments: list[str], *, owns_process: bool = False) -> int:
         early_signals.release()
         check_flags(os.environ)
         return report(lambda: dry_run(config, options), debug=options.debug)
-    outlive_output()
+    limit_output_waits()
     identity = identify(config.cluster)
     with working("starting" if identity.process_id == 0 else "") as work:
         prepare(config)
@@ -69,7 +69,7 @@ def meet_and_train(
     The display of `work` ends when the run shows its own status line.
     """
     from jaxmnt.distributed.heartbeat import ending_on_exceptions_in_threads
-    from jaxmnt.distributed.process_group import joined
+    from jaxmnt.distributed.process_group import joined_process_group
     from jaxmnt.distributed.termination import EarlyExit
     from jaxmnt.preflight.compare import check_hosts
     from jaxmnt.run.changes import digest_of_data
@@ -100,7 +100,7 @@ def meet_and_train(
 
         clock.lap("import")
         heartbeat = stack.enter_context(
-            joined(identity, config, exit_handler, lambda: digest_of_data(config), early_exit)
+            joined_process_group(identity, config, exit_handler, lambda: digest_of_data(config), early_exit)
         )
         stack.enter_context(ending_on_exceptions_in_threads(heartbeat))
         clock.lap("rendezvous")

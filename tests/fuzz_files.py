@@ -40,7 +40,7 @@ def start_run(folder: Path) -> Any:
         start = resume_point(config, open_sources(config.data), Identity(), locks)
         for lock in locks:
             lock.confirm()
-    return {"run": start.run, "step": start.step, "kind": start.kind, "lineage": start.lineage}
+    return {"run": start.run_id, "step": start.step, "kind": start.kind, "lineage": start.lineage}
 
 
 def _run_with_checkpoints(folder: Path) -> None:

@@ -252,7 +252,7 @@ def log_in(folder, written):
     """A log whose lines are also appended to a list."""
     return TrainLog(
         folder, writer=True, status=StatusLine(sys.stdout), steps=9, tokens=0, rates=Rates(1.0, None, None, 1),
-        epochs=lambda step: {}, timer=StepTimer(), written=written.append,
+        epochs=lambda step: {}, timer=StepTimer(), on_record_written=written.append,
     )  # fmt: skip
 
 

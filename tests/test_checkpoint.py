@@ -255,11 +255,11 @@ def test_the_clock():
     assert not never.is_due(1e9)
     timed = retention.SaveTimer(2.0, 100.0, 0.0)
     assert not timed.is_due(119.0) and timed.is_due(120.0)
-    timed.last = 120.0
+    timed.last_save_time = 120.0
     assert not timed.is_due(230.0)
     auto = retention.SaveTimer("auto", 36000.0, 0.0)
     assert auto.is_due(0.0), "the first save tells what one costs"
-    auto.last = 0.0
+    auto.last_save_time = 0.0
     auto.record_cost(0.5, 20.0)
     assert auto.seconds == pytest.approx(math.sqrt(2 * 0.5 * 36000), rel=0.01)
     auto.record_cost(0.5, 500.0)

@@ -68,7 +68,7 @@ def test_each_launcher_is_understood(environment, identity):
 
 
 def test_a_requeue_is_among_what_is_shown():
-    assert survey(Cluster(), env.SLURM_REQUEUED, PLAIN, 0).used["SLURM_RESTART_COUNT"] == "1"
+    assert survey(Cluster(), env.SLURM_REQUEUED, PLAIN, 0).values_read["SLURM_RESTART_COUNT"] == "1"
 
 
 @pytest.mark.parametrize(
@@ -218,7 +218,7 @@ def test_gpus_that_cannot_be_shared_out():
 
 def test_a_survey_says_where_it_looked():
     found = survey(Cluster(), env.SLURM_TASK_A_NODE | {"RANK": "0"} | {"WORLD_SIZE": ""}, PLAIN, 4)
-    assert found.source == "slurm" and found.used["SLURM_PROCID"] == "1"
+    assert found.source == "slurm" and found.values_read["SLURM_PROCID"] == "1"
     assert found.ignored == {"torchrun": "does not say which process this is (RANK=0)"}
     found = survey(Cluster(launcher="slurm"), env.SLURM_TASK_A_NODE | env.TORCHRUN, PLAIN, 4)
     assert found.ignored["torchrun"].startswith("another launcher was chosen (RANK=5")

@@ -23,7 +23,7 @@ from jaxmnt.checkpoint.refs import find
 from jaxmnt.config.load import parse_config
 from jaxmnt.config.model import RopeScaling
 from jaxmnt.data.manifest import NAMELESS
-from jaxmnt.data.run_tokenizer import RunTokenizer, tokenizer_of_file
+from jaxmnt.data.run_tokenizer import RunTokenizer, tokenizer_from_json
 from jaxmnt.distributed.identity import Identity
 from jaxmnt.errors import ConfigError
 from jaxmnt.huggingface import export as exports
@@ -247,14 +247,14 @@ def test_files_of_another_tokenizer_are_not_exported(converted, tmp_path):
     assert not {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"} & {
         path.name for path in (tmp_path / "out").iterdir()
     }
-    assert match_tokenizer(files, tokenizer_of_file(text + "\n", 1)) == files
+    assert match_tokenizer(files, tokenizer_from_json(text + "\n", 1)) == files
 
 
 def test_a_folder_of_bytes_does_not_say_so_of_another_tokenizer():
     config = config_of("qwen2-a") | {"eos_token_id": 256, "jaxmnt_tokenizer": "bytes"}
     files = {"config.json": json.dumps(config).encode()}
     assert match_tokenizer(files, RunTokenizer({"name": "bytes", "end_of_document": 256}, 257, None)) == files
-    other = tokenizer_of_file(json.dumps({"model": {"vocab": {"a": 0}}, "added_tokens": []}), 1)
+    other = tokenizer_from_json(json.dumps({"model": {"vocab": {"a": 0}}, "added_tokens": []}), 1)
     left = json.loads(match_tokenizer(files, other)["config.json"])
     assert "jaxmnt_tokenizer" not in left
     assert "eos_token_id" not in left

@@ -34,7 +34,7 @@ def told(tmp_path):
 def test_the_command_is_told_of_events_that_matter(told, tmp_path):
     command, notes = told
     events = Events(tmp_path / "run", 0)
-    events.written = Notifier(command, 0, "/runs/a")
+    events.on_written = Notifier(command, 0, "/runs/a")
     events.write("start", step=0)
     events.write("straggler", at_fault=3, phase="data")
     events.write("checkpoint_commit", step=1)

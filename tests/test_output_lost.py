@@ -93,7 +93,7 @@ def pipe():
     """One that holds no more than a page, and a stream that writes to it."""
     reader, writer = os.pipe()
     fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)
-    stream = output.guarded(sys.__stdout__, writer, line_buffering=True)
+    stream = output.never_failing_stream(sys.__stdout__, writer, line_buffering=True)
     yield reader, stream
     os.close(reader)
     os.close(writer)
@@ -131,7 +131,7 @@ def test_a_terminal_that_nobody_reads_is_not_waited_for(monkeypatch):
     """It says that it has room as long as it has room for one letter."""
     monkeypatch.setattr(output, "_READER_TIMEOUT_SECONDS", 0.2)
     master, terminal = pty.openpty()
-    stream = output.guarded(None, terminal)
+    stream = output.never_failing_stream(None, terminal)
     stream.buffer.raw.is_optional = True
     writing = threading.Thread(
         target=lambda: [print("x" * 79, file=stream, flush=True) for _ in range(2000)], daemon=True

@@ -386,7 +386,7 @@ def test_a_job_starts_over_once(going_on, monkeypatch):
     first = opened(config, fresh=True)
     again = opened(config, fresh=True)
     assert (
-        again.run == first.run
+        again.run_id == first.run_id
         and "--fresh took effect at an earlier start of this job, so the run that it began continues" in again.remarks
     )
     assert "a" * 64 not in (Path(config.run.dir) / "run.json").read_text(), "the key is a secret"
@@ -402,7 +402,7 @@ def test_a_job_starts_over_once(going_on, monkeypatch):
     ):
         assert not fresh.was_begun_by_this_job(known, other)
     monkeypatch.setenv("JAXMNT_RUN_KEY", "b" * 64)
-    assert opened(config, fresh=True).run != first.run, "another job"
+    assert opened(config, fresh=True).run_id != first.run_id, "another job"
 
 
 def test_a_run_that_is_in_use_is_not_set_aside(going_on, monkeypatch):

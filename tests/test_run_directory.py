@@ -78,11 +78,12 @@ def directories(draw) -> RunDirectory:
         earlier = Committed(Path(f"/before/checkpoints/{step}"), manifest_of(OURS, step))
     away = sorted((step, root / str(step)) for step in draw(st.sets(STEPS, max_size=3)))
     lacks = checkpoint is None
+    accepted_values = [{}, {"optimizer.beta2": 0.5}, {"optimizer.beta2": 0.4}]
     return RunDirectory(
         Path("/r"), root, known, checkpoint, foreign_checkpoint, earlier, away,
         has_damaged=lacks and draw(st.booleans()),
         last_committed_step=draw(st.sampled_from([0, 20])) if lacks and known is not None else 0,
-        accepted={} if lacks else draw(st.sampled_from([{}, {"optimizer.beta2": 0.5}, {"optimizer.beta2": 0.4}])),
+        accepted_values={} if lacks else draw(st.sampled_from(accepted_values)),
     )  # fmt: skip
 
 
@@ -126,7 +127,7 @@ def test_a_run_goes_on_from_its_newest_checkpoint_or_begins_where_nothing_is_los
 
 def goes_on_as_decided(found, config, change, accept, decision):
     manifest = found.checkpoint.manifest
-    accepted = accept or found.accepted == {"optimizer.beta2": 0.5}
+    accepted = accept or found.accepted_values == {"optimizer.beta2": 0.5}
     cannot = {"what breaks it": "a changed model.hidden_size (8 → 16)", "too few steps": "train.steps: 3 is below step",
               "a stop before": "train.stop_after: 4 must be above"}  # fmt: skip
     words = cannot.get(change) or ("--accept-changes" if change == "the maths" and not accepted else None)
@@ -135,15 +136,20 @@ def goes_on_as_decided(found, config, change, accept, decision):
         assert words in str(decision.refusal) and decision.refusal.exit_code == ExitCode.CONFIG
         return
     start = decision.resume
-    assert (start.run, start.lineage, start.checkpoint, start.kind) == (OURS, manifest.lineage, found.checkpoint, "own")
+    assert (start.run_id, start.lineage, start.checkpoint, start.kind) == (
+        OURS,
+        manifest.lineage,
+        found.checkpoint,
+        "own",
+    )
     assert [change.key for change in start.changes] == [key.replace("__", ".") for key in CHANGES[change]]
     differ = found.run_file is not None and found.run_file.parents != manifest.lineage
     assert [f"checkpoint {found.step} name different parent runs" in remark for remark in start.remarks] == [
         True
     ] * differ
-    noted = [change.key for change in decision.accepted]
+    noted = [change.key for change in decision.changes_to_record]
     assert noted == (
-        ["optimizer.beta2"] if change == "the maths" and found.accepted.get("optimizer.beta2") != 0.5 else []
+        ["optimizer.beta2"] if change == "the maths" and found.accepted_values.get("optimizer.beta2") != 0.5 else []
     )
 
 
@@ -199,7 +205,7 @@ class ARunsDirectory(RuleBasedStateMachine):
     def first_start(self, steps):
         start = self.resumed()
         assert start.step == 0 and start.checkpoint is None
-        self.run = start.run
+        self.run = start.run_id
         for number, (kind, archived) in enumerate(steps, 1):
             (self.save_that_is_cut_off if kind == "cut off" else self.save)()
             if kind == "damaged":
@@ -301,7 +307,7 @@ class ARunsDirectory(RuleBasedStateMachine):
             patched.setattr("jaxmnt.run.resume.decide", self.looked_at)
             if newest:
                 start = self.resumed()
-                assert (start.step, start.run, start.kind) == (newest, self.run, "own")
+                assert (start.step, start.run_id, start.kind) == (newest, self.run, "own")
                 assert start.checkpoint.path == self.root / str(newest)
             elif "damaged" in here.values() or (self.set_aside and not self.hidden):
                 with pytest.raises(ConfigError, match=r"no valid checkpoint is left in .*, only damaged ones"):
@@ -312,7 +318,7 @@ class ARunsDirectory(RuleBasedStateMachine):
                 assert caught.value.exit_code == ExitCode.FAILURE
             else:
                 start = self.resumed()
-                assert start.checkpoint is None and start.run == self.run
+                assert start.checkpoint is None and start.run_id == self.run
         self.cleared_up(here)
 
     def looked_at(self, found, *given):
@@ -354,9 +360,9 @@ class ARunsDirectory(RuleBasedStateMachine):
     @rule()
     def start_over(self):
         start = self.resumed(fresh=True)
-        assert start.step == 0 and start.run != self.run
+        assert start.step == 0 and start.run_id != self.run
         assert set(self.saved) <= set(held(self.folder).values())
-        self.run, self.steps, self.links = start.run, {}, {}
+        self.run, self.steps, self.links = start.run_id, {}, {}
         self.set_aside = self.committed = False
         if self.hidden:
             self.hidden = False

@@ -19,7 +19,7 @@ from jaxmnt.checkpoint import digest
 from jaxmnt.checkpoint.commit import ORBAX_MARKER, Committed
 from jaxmnt.checkpoint.manifest import Array, DamagedError
 from jaxmnt.errors import UserError
-from jaxmnt.storage import NO_FILE, StoragePath, publish, url
+from jaxmnt.storage import UNUSABLE_FILE_ERRNOS, StoragePath, publish, url
 
 Shape = tuple[int, ...]
 
@@ -55,7 +55,7 @@ class Reader:
         """Starts to read a part of an array; returns its memory, which `finish` fills, and the pending read."""
         store = self._opened_store(name)
         part = store[tuple(index)] if index else store
-        memory = aligned(tuple(part.shape), store.dtype.numpy_dtype)
+        memory = aligned_array(tuple(part.shape), store.dtype.numpy_dtype)
         return memory, ts.array(memory).write(part)
 
     def finish(self, name: str, reading: Any) -> None:
@@ -126,7 +126,7 @@ def split_array(array: Array, max_bytes: int) -> Iterator[tuple[Shape, tuple[sli
         yield start, tuple(slice(begin, min(begin + step, extent)) for begin, step, extent in ends)
 
 
-def aligned(shape: Shape, dtype: Any) -> np.ndarray:
+def aligned_array(shape: Shape, dtype: Any) -> np.ndarray:
     """Returns uninitialised memory, aligned so that a CPU device can use it without a copy."""
     size = math.prod(shape) * np.dtype(dtype).itemsize
     memory = np.empty(size + _ALIGNMENT, np.uint8)
@@ -138,7 +138,7 @@ def _explain_error(name: str, error: Exception) -> UserError:
     """Returns `UserError` if the array cannot be accessed at the moment, and `DamagedError` if it is damaged."""
     summary = _summarize_error(error)
     system_error = _SYSTEM_ERROR.search(str(error))
-    is_system_failure = system_error is not None and int(system_error[1]) not in NO_FILE
+    is_system_failure = system_error is not None and int(system_error[1]) not in UNUSABLE_FILE_ERRNOS
     is_bucket_failure = any(code in summary for code in _ACCESS_FAILURES)
     if is_system_failure or is_bucket_failure or isinstance(error, PermissionError):
         return UserError(

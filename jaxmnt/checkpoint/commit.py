@@ -94,7 +94,7 @@ def open_checkpoint(path: StoragePath, run: str | None = None) -> Committed:
     except UserError:
         raise
     except OSError as error:
-        if error.errno not in storage.NO_FILE:
+        if error.errno not in storage.UNUSABLE_FILE_ERRNOS:
             raise
         raise DamagedError(f"its file {printable(str(error.filename))} cannot be read: {error.strerror}") from error
 

@@ -60,7 +60,7 @@ class SaveTimer:
     """The interval from the config; "auto" derives it from the cost of a save, and None disables saves by time."""
     mean_seconds: float
     """Mean seconds between failures; used with "auto"."""
-    last: float
+    last_save_time: float
     """Monotonic time at which the last save began; before the first save, at which the run began."""
     seconds: float | None = None
     """The current interval; None with "auto" until the cost of a save is known."""
@@ -72,7 +72,7 @@ class SaveTimer:
     def is_due(self, now: float) -> bool:
         if self.minutes is None:
             return False
-        return self.seconds is None or now - self.last >= self.seconds
+        return self.seconds is None or now - self.last_save_time >= self.seconds
 
     def record_cost(self, blocked_seconds: float, total_seconds: float) -> None:
         """Records how long a save blocked training, and how long it took in total.

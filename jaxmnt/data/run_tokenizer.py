@@ -99,7 +99,7 @@ def write_tokenizer(root: StoragePath, tokenizer: RunTokenizer) -> None:
         raise UserError(f"{error.filename or folder} cannot be written: {error.strerror}; fix that") from error
 
 
-def tokenizer_of_file(text: str, vocab_size: int) -> RunTokenizer:
+def tokenizer_from_json(text: str, vocab_size: int) -> RunTokenizer:
     """Returns the tokenizer that a tokenizer.json contains. Its end of document is not known."""
     description = {"name": "huggingface", "sha256": hashlib.sha256(text.encode()).hexdigest()}
     return RunTokenizer(description, vocab_size, text)

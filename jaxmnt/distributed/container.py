@@ -29,8 +29,8 @@ def cores(root: Path = _ROOT) -> int:
 def _memory_limits(root: Path) -> Iterator[tuple[int, int]]:
     """Yields each memory limit with the bytes in use, without the page cache that the kernel can reclaim."""
     for folder in _cgroup_folders(root, "memory"):
-        limit = kernel_number(folder / "memory.max") or kernel_number(folder / "memory.limit_in_bytes")
-        used = kernel_number(folder / "memory.current") or kernel_number(folder / "memory.usage_in_bytes") or 0
+        limit = number_in_file(folder / "memory.max") or number_in_file(folder / "memory.limit_in_bytes")
+        used = number_in_file(folder / "memory.current") or number_in_file(folder / "memory.usage_in_bytes") or 0
         statistics = _fields(folder / "memory.stat")
         cache = statistics.get("total_inactive_file", statistics.get("inactive_file", 0))
         if limit is not None:
@@ -40,9 +40,9 @@ def _memory_limits(root: Path) -> Iterator[tuple[int, int]]:
 def _quotas(root: Path) -> Iterator[float]:
     """Yields each limit of processor time, in cores."""
     for folder in _cgroup_folders(root, "cpu"):
-        quota, _, period = kernel_text(folder / "cpu.max").partition(" ")
+        quota, _, period = text_in_file(folder / "cpu.max").partition(" ")
         if not quota:
-            quota, period = kernel_text(folder / "cpu.cfs_quota_us"), kernel_text(folder / "cpu.cfs_period_us")
+            quota, period = text_in_file(folder / "cpu.cfs_quota_us"), text_in_file(folder / "cpu.cfs_period_us")
         if quota.isdigit() and period.isdigit() and int(quota) and int(period):  # not "max", nor -1
             yield int(quota) / int(period)
 
@@ -50,7 +50,7 @@ def _quotas(root: Path) -> Iterator[float]:
 def _cgroup_folders(root: Path, controller: str) -> Iterator[Path]:
     """Yields the folders of this process's cgroup and of its ancestors, some of which may not exist in a container."""
     mount = root / "sys/fs/cgroup"
-    for line in kernel_text(root / "proc/self/cgroup").splitlines():
+    for line in text_in_file(root / "proc/self/cgroup").splitlines():
         number, controllers, path = ([*line.split(":", 2), "", ""])[:3]
         if number == "0" and not controllers:
             base = mount  # version 2
@@ -65,17 +65,17 @@ def _cgroup_folders(root: Path, controller: str) -> Iterator[Path]:
 
 def _fields(path: Path) -> dict[str, int]:
     """Returns the numbers in a kernel file whose lines have a name and a number."""
-    pairs = [line.split() for line in kernel_text(path).splitlines()]
+    pairs = [line.split() for line in text_in_file(path).splitlines()]
     return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].isdigit()}
 
 
-def kernel_number(path: Path) -> int | None:
+def number_in_file(path: Path) -> int | None:
     """Returns the number in a kernel file. Returns None if there is none, or if the file says "max" (no limit)."""
-    text = kernel_text(path)
+    text = text_in_file(path)
     return int(text) if text.isdecimal() else None
 
 
-def kernel_text(path: Path) -> str:
+def text_in_file(path: Path) -> str:
     """Returns the content of a kernel file, or an empty text if it does not exist or cannot be read now."""
     try:
         return path.read_text().strip()

@@ -61,7 +61,7 @@ class Survey:
     identity: Identity
     source: str
     """Launcher that the identity comes from, or `explicit`; empty if nothing describes this process."""
-    used: dict[str, str]
+    values_read: dict[str, str]
     """Settings and variables that the identity was read from, with their values."""
     ignored: dict[str, str]
     """For each launcher whose variables were ignored, the reason why."""
@@ -101,29 +101,29 @@ def survey(
     if trouble and winner.launcher != "explicit" and winner.processes == 1:
         raise ConfigError(trouble)  # otherwise each of several processes would start a run of its own
     identity = _identity(winner, _devices(cluster, winner, environment, gpus))
-    return Survey(identity, winner.launcher, winner.used, _ignored_claims(all_claims, selected, winner))
+    return Survey(identity, winner.launcher, winner.values_read, _ignored_claims(all_claims, selected, winner))
 
 
 def _explicit(cluster: Cluster, environment: Mapping[str, str]) -> Claim:
     """Returns the claim that a person or `launch local` makes through the config, or else through JAX's variables."""
-    settings, used = {}, {}
+    settings, values_read = {}, {}
     for name, variable in VARIABLES.items():
         setting, text = getattr(cluster, name), environment.get(variable)
         if setting is not None:
             settings[name] = setting
-            used[f"cluster.{name}"] = str(setting)
+            values_read[f"cluster.{name}"] = str(setting)
         elif text:
             is_number = name != "coordinator"
             settings[name] = parse_number(variable, text, minimum=int(name == "processes")) if is_number else text
-            used[variable] = text
-    return Claim("explicit", used=used, **settings)
+            values_read[variable] = text
+    return Claim("explicit", values_read=values_read, **settings)
 
 
 def _override(explicit: Claim, claim: Claim) -> Claim:
     """Returns a launcher's claim in which explicit settings replace its own."""
     overrides = {name: value for name in VARIABLES if (value := getattr(explicit, name)) is not None}
     launcher = "explicit" if len(overrides) == len(VARIABLES) else claim.launcher
-    return replace(claim, **overrides, launcher=launcher, used=explicit.used | claim.used)
+    return replace(claim, **overrides, launcher=launcher, values_read=explicit.values_read | claim.values_read)
 
 
 def _is_complete(claim: Claim) -> bool:
@@ -141,7 +141,7 @@ def _require_complete(launcher: str, explicit: Claim, usable: list[Claim], troub
         )
     with_id = (_override(explicit, claim) for claim in usable if claim.process_id is not None)
     claim = next(with_id, explicit)
-    source = f" ({format_variables(claim.used)})" if claim.used else ""
+    source = f" ({format_variables(claim.values_read)})" if claim.values_read else ""
     if claim.processes is None and (claim.coordinator or claim.process_id is not None):
         raise ConfigError(
             f"cluster.processes: missing, although a coordinator or process id is set{source}; set it or "
@@ -174,7 +174,8 @@ def _check_contradictions(claims: list[Claim]) -> None:
 
 
 def _with_source(number: int, claim: Claim) -> str:
-    return f"{number} ({format_variables({name: text for name, text in claim.used.items() if text == str(number)})})"
+    sources = {name: text for name, text in claim.values_read.items() if text == str(number)}
+    return f"{number} ({format_variables(sources)})"
 
 
 def _devices(
@@ -221,7 +222,7 @@ def _ignored_claims(all_claims: list[Claim], selected: list[Claim], winner: Clai
     ignored = {}
     for claim in all_claims:
         if claim not in selected:
-            ignored[claim.launcher] = f"another launcher was chosen ({format_variables(claim.used)})"
+            ignored[claim.launcher] = f"another launcher was chosen ({format_variables(claim.values_read)})"
         elif claim.trouble:
             ignored[claim.launcher] = claim.trouble
         elif claim.launcher != winner.launcher:
@@ -230,5 +231,5 @@ def _ignored_claims(all_claims: list[Claim], selected: list[Claim], winner: Clai
                 reason = "says the same"
                 if claim.coordinator not in (None, winner.coordinator):
                     reason += f", but that process 0 is at {printable(str(claim.coordinator))}"
-            ignored[claim.launcher] = f"{reason} ({format_variables(claim.used)})"
+            ignored[claim.launcher] = f"{reason} ({format_variables(claim.values_read)})"
     return ignored

@@ -59,7 +59,7 @@ class Claim:
     coordinator: str | None = None
     """HOST:PORT."""
     neighbours: Neighbours = field(default_factory=Neighbours)
-    used: dict[str, str] = field(default_factory=dict)
+    values_read: dict[str, str] = field(default_factory=dict)
     """Variables that the claim was read from, with their values."""
     trouble: str = ""
     """Why the claim cannot be used, and what to do about it; empty if it can be used."""
@@ -67,7 +67,9 @@ class Claim:
     def __str__(self) -> str:
         if self.processes is None or self.process_id is None:
             return self.launcher
-        return f"{self.launcher} says process {self.process_id} of {self.processes} ({format_variables(self.used)})"
+        return (
+            f"{self.launcher} says process {self.process_id} of {self.processes} ({format_variables(self.values_read)})"
+        )
 
 
 def format_variables(variables: Mapping[str, str]) -> str:
@@ -97,7 +99,7 @@ def slurm(environment: Environment, machine: Machine) -> Claim | None:
     tasks = reader.parsed("SLURM_STEP_TASKS_PER_NODE", expand_counts)
     if len(hosts) != len(tasks) or sum(tasks) != processes or node >= len(hosts) or local_rank >= tasks[node]:
         raise ConfigError(
-            f"the variables of Slurm contradict each other: {format_variables(reader.used)}; start with srun"
+            f"the variables of Slurm contradict each other: {format_variables(reader.values_read)}; start with srun"
         )
     gpus = reader.optional_number("SLURM_GPUS_ON_NODE")
     reader.optional_number("SLURM_RESTART_COUNT")  # read only to be shown: how often the job was requeued
@@ -105,7 +107,7 @@ def slurm(environment: Environment, machine: Machine) -> Claim | None:
     port = _FIRST_PORT + (job + 509 * int(step)) % _NUM_PORTS
     first = hosts[0] if len(hosts) > 1 else _LOCALHOST
     return Claim(
-        "slurm", process_id, processes, f"{first}:{port}", Neighbours(local_rank, tasks[node], gpus), reader.used
+        "slurm", process_id, processes, f"{first}:{port}", Neighbours(local_rank, tasks[node], gpus), reader.values_read
     )  # fmt: skip
 
 
@@ -124,7 +126,7 @@ def _outside_srun(environment: Environment) -> Claim:
         f"this process is in Slurm job {job} with {count} tasks or nodes, but srun did not start it; start it with "
         "srun, or set cluster.launcher=explicit for a single-process run"
     )
-    return Claim("slurm", used={"SLURM_JOB_ID": job}, trouble=trouble if count else "")
+    return Claim("slurm", values_read={"SLURM_JOB_ID": job}, trouble=trouble if count else "")
 
 
 def kubernetes(environment: Environment, machine: Machine) -> Claim | None:
@@ -143,25 +145,25 @@ def kubernetes(environment: Environment, machine: Machine) -> Claim | None:
     pods = reader.optional_number("PROCESSES_IN_JOB")
     if pods is not None and index >= pods:
         raise ConfigError(
-            f"JOB_COMPLETION_INDEX: {index} is beyond the {pods} pods of its job ({format_variables(reader.used)}); "
-            "set PROCESSES_IN_JOB to the completions of each job"
+            f"JOB_COMPLETION_INDEX: {index} is beyond the {pods} pods of its job "
+            f"({format_variables(reader.values_read)}); set PROCESSES_IN_JOB to the completions of each job"
         )
     if job is not None and pods is not None:
-        return Claim("kubernetes", job * pods + index, used=reader.used)
+        return Claim("kubernetes", job * pods + index, values_read=reader.values_read)
     service = machine.domain.partition(".")[0]
     in_jobset = re.fullmatch(rf"{re.escape(service)}-.+-([0-9]+)-[0-9]+", machine.hostname) if service else None
     if (in_jobset and int(in_jobset[1]) > 0) or job:
         return Claim(
             "kubernetes",
-            used=reader.used,
+            values_read=reader.values_read,
             trouble=f"pod {machine.hostname} is in one of several jobs of a JobSet, and how many pods each has is not "
             "known; set JOB_GLOBAL_INDEX (from the label jobset.sigs.k8s.io/job-global-index) and PROCESSES_IN_JOB",
         )
     if not service or not machine.hostname.endswith(f"-{index}"):
-        return Claim("kubernetes", index, used=reader.used)
+        return Claim("kubernetes", index, values_read=reader.values_read)
     first = machine.hostname.removesuffix(str(index)) + "0"
-    used = reader.used | {"host name": f"{machine.hostname}.{machine.domain}"}
-    return Claim("kubernetes", index, None, f"{first}.{machine.domain}:{DEFAULT_PORT}", used=used)
+    values_read = reader.values_read | {"host name": f"{machine.hostname}.{machine.domain}"}
+    return Claim("kubernetes", index, None, f"{first}.{machine.domain}:{DEFAULT_PORT}", values_read=values_read)
 
 
 def mpi(environment: Environment, machine: Machine) -> Claim | None:
@@ -173,8 +175,8 @@ def mpi(environment: Environment, machine: Machine) -> Claim | None:
     process_id = reader.number(names[0])
     processes, local_rank, local_processes = map(reader.optional_number, names[1:])
     if processes is None:
-        return Claim("mpi", process_id, used=reader.used)
-    _check_local(local_rank, local_processes, reader.used)
+        return Claim("mpi", process_id, values_read=reader.values_read)
+    _check_local(local_rank, local_processes, reader.values_read)
     # The job's number in mpirun's URI gives each job a different port. The address in it is that of mpirun's host,
     # on which process 0 is assumed to run.
     uri = re.match(r"([0-9]+)\.[0-9]+;tcp6?://(\[[^\]]+\]|[^:,\[]+)", environment.get(_MPIRUN_URI, ""))
@@ -185,9 +187,9 @@ def mpi(environment: Environment, machine: Machine) -> Claim | None:
     elif uri:
         coordinator = f"{uri[2]}:{port}"
     if uri:
-        reader.used[_MPIRUN_URI] = environment[_MPIRUN_URI]
+        reader.values_read[_MPIRUN_URI] = environment[_MPIRUN_URI]
     neighbours = Neighbours(local_rank or 0, local_processes or 1)
-    return Claim("mpi", process_id, processes, coordinator, neighbours, reader.used)
+    return Claim("mpi", process_id, processes, coordinator, neighbours, reader.values_read)
 
 
 _MPI_NAMES = (
@@ -208,10 +210,10 @@ def torchrun(environment: Environment, machine: Machine) -> Claim | None:
     reader = _Reader("torchrun", environment)
     if not rank or not size:
         if rank == "0":
-            return Claim("torchrun", used={"RANK": "0"})
+            return Claim("torchrun", values_read={"RANK": "0"})
         return Claim(
             "torchrun",
-            used={name: environment[name] for name in ("RANK", "WORLD_SIZE") if environment.get(name)},
+            values_read={name: environment[name] for name in ("RANK", "WORLD_SIZE") if environment.get(name)},
             trouble="RANK and WORLD_SIZE belong together, but only one is set; set both, or unset the other",
         )
     process_id = reader.number("RANK")
@@ -220,15 +222,15 @@ def torchrun(environment: Environment, machine: Machine) -> Claim | None:
     local_processes = reader.optional_number("LOCAL_WORLD_SIZE")
     host = _parse_master(environment.get("MASTER_ADDR", "").strip())
     port = reader.optional_number("MASTER_PORT") or DEFAULT_PORT
-    _check_local(local_rank, local_processes, reader.used)
+    _check_local(local_rank, local_processes, reader.values_read)
     if host:
-        reader.used["MASTER_ADDR"] = environment["MASTER_ADDR"]
+        reader.values_read["MASTER_ADDR"] = environment["MASTER_ADDR"]
     if environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         port += 1  # torchrun's own store listens on that port
     name = f"[{host}]" if host and ":" in host else host
     return Claim(
         "torchrun", process_id, processes, f"{name}:{port}" if name else None,
-        Neighbours(local_rank or 0, local_processes or 1), reader.used,
+        Neighbours(local_rank or 0, local_processes or 1), reader.values_read,
     )  # fmt: skip
 
 
@@ -253,10 +255,10 @@ def is_address(text: str) -> bool:
     return True
 
 
-def _check_local(rank: int | None, processes: int | None, used: Mapping[str, str]) -> None:
+def _check_local(rank: int | None, processes: int | None, values_read: Mapping[str, str]) -> None:
     if rank is not None and processes is not None and rank >= processes:
         raise ConfigError(
-            f"process {rank} of {processes} on its host is out of range ({format_variables(used)}); correct the "
+            f"process {rank} of {processes} on its host is out of range ({format_variables(values_read)}); correct the "
             "variables"
         )
 
@@ -291,14 +293,14 @@ def _check_range(claim: Claim) -> Claim:
 
 
 class _Reader:
-    """Reads variables of one launcher, and records in `used` which it has read.
+    """Reads variables of one launcher, and records in `values_read` which it has read.
 
     The methods raise `ConfigError` for a variable that is missing or invalid.
     """
 
     def __init__(self, launcher: str, environment: Environment):
         self._launcher, self._environment = launcher, environment
-        self.used: dict[str, str] = {}
+        self.values_read: dict[str, str] = {}
 
     def number(self, name: str) -> int:
         number = self.optional_number(name)
@@ -314,11 +316,11 @@ class _Reader:
         if not text:
             return None
         number = parse_number(name, text)
-        self.used[name] = text
+        self.values_read[name] = text
         return number
 
     def parsed(self, name: str, parse: Callable[[str], list[_Item]]) -> list[_Item]:
-        self.used[name] = text = self._environment.get(name, "")
+        self.values_read[name] = text = self._environment.get(name, "")
         try:
             return parse(text)
         except ValueError as error:

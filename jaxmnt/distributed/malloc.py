@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from jaxmnt.distributed.container import kernel_text
+from jaxmnt.distributed.container import text_in_file
 
 VARIABLE, TUNABLE = "GLIBC_TUNABLES", "glibc.malloc.hugetlb"
 
@@ -21,7 +21,7 @@ def huge_pages(environment: Mapping[str, str]) -> dict[str, str]:
     """Returns the variable that gives a process huge pages. Returns no variable if it is already set, or if the kernel
     offers no huge pages."""
     current = environment.get(VARIABLE, "")
-    kernel_modes = kernel_text(_KERNEL_SETTING)
+    kernel_modes = text_in_file(_KERNEL_SETTING)
     if TUNABLE in current or not kernel_modes or "[never]" in kernel_modes:
         return {}
     return {VARIABLE: ":".join(filter(None, (current, f"{TUNABLE}=1")))}

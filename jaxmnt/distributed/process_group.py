@@ -19,17 +19,17 @@ from jaxmnt.config.load import dump_config
 from jaxmnt.config.schema import Config
 from jaxmnt.distributed import authentication, rendezvous
 from jaxmnt.distributed.addresses import listening_address
-from jaxmnt.distributed.container import kernel_text
+from jaxmnt.distributed.container import text_in_file
 from jaxmnt.distributed.coordination import all_gather
 from jaxmnt.distributed.heartbeat import Heartbeat
 from jaxmnt.distributed.identity import Identity
 from jaxmnt.distributed.termination import EarlyExit, ExitHandler, is_connection_error, may_mean_a_lost_peer
 from jaxmnt.errors import ConfigError, PeerError, UserError, code_of, summary
-from jaxmnt.output import guarded
+from jaxmnt.output import never_failing_stream
 
 
 @contextmanager
-def joined(
+def joined_process_group(
     identity: Identity,
     config: Config,
     exit_handler: ExitHandler,
@@ -165,7 +165,7 @@ def host_names(identity: Identity) -> dict[int, str]:
 
 def machine_id() -> str:
     """Returns an identifier of this machine: the boot id of its kernel or, without one, its host name."""
-    return kernel_text(Path("/proc/sys/kernel/random/boot_id")) or socket.gethostname()
+    return text_in_file(Path("/proc/sys/kernel/random/boot_id")) or socket.gethostname()
 
 
 def _native_log(run_dir: Path, identity: Identity) -> Path:
@@ -191,7 +191,7 @@ def _redirect_native_output(path: str) -> Iterator[None]:
     os.dup2(log, 1)
     os.close(log)
     previous_stdout = sys.stdout
-    sys.stdout = guarded(previous_stdout, original, line_buffering=True)
+    sys.stdout = never_failing_stream(previous_stdout, original, line_buffering=True)
     try:
         yield
     finally:
@@ -249,7 +249,7 @@ def _version(package: str) -> str | None:
 
 
 def _driver_version() -> str:
-    text = kernel_text(_DRIVER_FILE)
+    text = text_in_file(_DRIVER_FILE)
     if not text:
         return "none"
     match = re.search(r"Kernel Module\s+(?:for \S+\s+)?([\d.]+)", text)

@@ -148,7 +148,7 @@ class Attempt:
 
 @dataclass
 class Drill:
-    """A drill with one number of processes, in its own folder."""
+    """A drill with a fixed number of processes, in its own folder."""
 
     config: Config
     config_file: Path

@@ -256,7 +256,7 @@ def _wrap(
     call_before: Callable[..., None] = _do_nothing,
     call_after: Callable[..., None] = _do_nothing,
 ) -> None:
-    """Replaces a function or method of `owner` by one that calls `call_before` first and `call_after` last.
+    """Replaces a function or method of `owner` with one that calls `call_before` first and `call_after` last.
 
     Both are called with the positional arguments of the function.
     """

@@ -12,7 +12,7 @@ from typing import Any
 from jaxmnt.checkpoint.commit import Committed
 from jaxmnt.checkpoint.refs import roots_of
 from jaxmnt.data.manifest import BYTES, TOKENIZER_FILE
-from jaxmnt.data.run_tokenizer import RunTokenizer, same_vocabulary, tokenizer_of_file
+from jaxmnt.data.run_tokenizer import RunTokenizer, same_vocabulary, tokenizer_from_json
 from jaxmnt.data.tokenizer import Bytes
 from jaxmnt.errors import ConfigError, UserError
 from jaxmnt.huggingface.config import TOKENIZER_KEY
@@ -80,15 +80,15 @@ def match_tokenizer(files: Files, tokenizer: RunTokenizer) -> Files:
 def _tokenizer_in(files: Files) -> RunTokenizer | None:
     text = files.get(TOKENIZER_FILE)
     if text is not None:
-        return tokenizer_of_file(text.decode(), 0)
-    has_bytes = CONFIG in files and json.loads(files[CONFIG]).get(TOKENIZER_KEY) == BYTES
-    return _BYTES if has_bytes else None
+        return tokenizer_from_json(text.decode(), vocab_size=0)
+    uses_byte_tokenizer = CONFIG in files and json.loads(files[CONFIG]).get(TOKENIZER_KEY) == BYTES
+    return _BYTES if uses_byte_tokenizer else None
 
 
 def with_end_token(files: Files, tokenizer: RunTokenizer) -> Files:
-    """Returns the files, changed so that the token that ended the documents of the data also ends a text.
+    """Returns the files, changed so that the data's end-of-document token also stops generation.
 
-    Other ids that end a text, such as the end of a turn, are preserved.
+    Other ids that stop generation, such as the end of a turn, are preserved.
     """
     end_id = tokenizer.end_of_document
     end_token = tokenizer.description.get("end_token")
@@ -110,7 +110,7 @@ def with_end_token(files: Files, tokenizer: RunTokenizer) -> Files:
 
 
 def _add_end_id(tree: dict[str, Any], end_id: int) -> bool:
-    """Adds an id to those that end a text according to a config. Returns False if the config has it already."""
+    """Adds an id to those that stop generation according to a config. Returns False if the config has it already."""
     section = tree if "eos_token_id" in tree else tree.get("text_config", tree)
     previous = section.get("eos_token_id")
     if previous is None:

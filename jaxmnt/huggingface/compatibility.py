@@ -12,7 +12,7 @@ from jaxmnt.checkpoint.refs import tokenizer_of
 from jaxmnt.config.load import as_override, flatten_tree, parse_config
 from jaxmnt.config.model import Model
 from jaxmnt.data.manifest import BYTES, TOKENIZER_FILE
-from jaxmnt.data.run_tokenizer import RunTokenizer, same_vocabulary, tokenizer_of_file
+from jaxmnt.data.run_tokenizer import RunTokenizer, same_vocabulary, tokenizer_from_json
 from jaxmnt.errors import ConfigError, printable, suggest
 from jaxmnt.huggingface.companions import bytes_tokenizer
 from jaxmnt.huggingface.config import SCALING_KEYS_OF_TYPE, SCALING_SETTINGS, read_config
@@ -60,7 +60,7 @@ def folder_origin(folder: Folder, key: str) -> Origin:
     folder.check_tied_head(build_family(model, vocab_size))
     file = folder.path / TOKENIZER_FILE
     if file.is_file():
-        tokenizer: RunTokenizer | None = tokenizer_of_file(file.read_text(encoding="utf-8"), vocab_size)
+        tokenizer: RunTokenizer | None = tokenizer_from_json(file.read_text(encoding="utf-8"), vocab_size)
         tokenizer_file = str(file)
     else:
         tokenizer = bytes_tokenizer(folder, vocab_size)

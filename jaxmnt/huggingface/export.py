@@ -104,7 +104,7 @@ def plan_export(
     assert model.vocab_size is not None and config.model.vocab_size is not None
     definition = define(build_family(model, model.vocab_size))
 
-    # Token ids are always explicit, because transformers replaces missing ones by a family's defaults.
+    # Token ids are always explicit, because transformers replaces missing ones with a family's defaults.
     end_id = None if tokenizer is None else tokenizer.end_of_document
     token_ids = {"bos_token_id": None, "eos_token_id": end_id, "pad_token_id": None}
     source_keys = source.get("text_config", {}) | source

@@ -22,7 +22,7 @@ from jax import Array
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxmnt.checkpoint.arrays import aligned
+from jaxmnt.checkpoint.arrays import aligned_array
 from jaxmnt.checkpoint.names import arrays_by_name, unflatten_like
 from jaxmnt.checkpoint.restore import raise_together
 from jaxmnt.distributed.coordination import all_gather
@@ -109,7 +109,7 @@ class _Reader:
             assert index is not None
             ranges = [extent.indices(size)[:2] for extent, size in zip(index, shape, strict=True)]
             (begin, end), (top, bottom), _ = ranges
-            matrices = aligned((end - begin, bottom - top, columns), dtype)
+            matrices = aligned_array((end - begin, bottom - top, columns), dtype)
             for part, matrix in zip(parts[begin:end], matrices, strict=True):
                 self._fill(part, top, matrix[: max(0, rows - top)])  # without padding
             return matrices

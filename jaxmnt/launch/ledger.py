@@ -13,7 +13,7 @@ from typing import Any
 
 from jaxmnt.distributed.termination import ABANDONED, PEERS
 from jaxmnt.errors import UserError, counted, printable, remark
-from jaxmnt.storage import NO_FILE, first_free, move, publish, read
+from jaxmnt.storage import UNUSABLE_FILE_ERRNOS, first_free, move, publish, read
 from jaxmnt.strict_json import json_text
 from jaxmnt.telemetry.events import (
     FAILED_START,
@@ -71,7 +71,7 @@ class Ledger:
         self.run_dir, self._folder = run_dir, run_dir / "launch"
 
     def bad_nodes(self, now: float) -> list[BadNode]:
-        """Returns the nodes that are still to be left out, the oldest first."""
+        """Returns the nodes that are currently excluded, the longest-excluded first."""
         entries = self._read("bad_nodes.json", _BAD_NODE_FIELDS, {})
         nodes = [BadNode(**{name: entry[name] for name in _BAD_NODE_FIELDS}) for entry in entries]
         # A time that is too far ahead comes from a wrong clock or a flipped bit.
@@ -102,15 +102,15 @@ class Ledger:
         return [event for event in events if began <= event["time"] <= until]
 
     def _read(self, name: str, required: _Fields, optional: _Fields) -> list[Record]:
-        """Returns the valid entries of a file. If the file contains anything else, it is set aside, and replaced by one
-        with only the valid entries."""
+        """Returns the valid entries of a file. If the file contains anything else, it is set aside, and replaced
+        with a file that has only the valid entries."""
         path = self._folder / name
         try:
             content = json.loads(read(path).decode())
         except FileNotFoundError:
             return []
         except (ValueError, RecursionError, OSError) as error:
-            if isinstance(error, OSError) and error.errno not in NO_FILE:
+            if isinstance(error, OSError) and error.errno not in UNUSABLE_FILE_ERRNOS:
                 raise UserError(
                     f"{printable(str(path))}: cannot be read: {error.strerror}; check the file system"
                 ) from error

@@ -29,7 +29,7 @@ from jaxmnt.distributed.malloc import huge_pages
 from jaxmnt.errors import ConfigError, ExitCode, counted, printable, remark
 from jaxmnt.launch.ledger import event_marks, events_since, peers_never_appeared
 from jaxmnt.launch.restarts import Restarts
-from jaxmnt.output import outlive_output
+from jaxmnt.output import limit_output_waits
 from jaxmnt.run.arguments import parse_arguments
 from jaxmnt.telemetry.events import last_commit
 from jaxmnt.telemetry.progress import RELAY_MARK, StatusLine, Work, working
@@ -49,7 +49,7 @@ _ERROR_SEPARATOR = ": error: "
 """Separator between a process's name and the text of its error, as `errors.report` writes them."""
 
 _MIN_LOG_INTERVAL_SECONDS = 10.0
-"""Minimum time between two entries in a log for lines that the terminal shows in place."""
+"""Minimum time between two log entries for the status line, which the terminal overwrites in place."""
 
 _FOLLOW_TIMEOUT_SECONDS = 120.0
 """Time for the others to end after one process has stopped early."""
@@ -82,7 +82,7 @@ def launch(local: LocalCommand, processes: int, restarts: Restarts) -> int:
     returned, they are ignored, because the caller exits with the code, which a signal must not replace. Raises
     `ConfigError` for arguments that no process could use.
     """
-    outlive_output()
+    limit_output_waits()
     run_dir, log_dir = local.config.run_dir, _log_dir(local)
     with _LocalProcesses(local, log_dir) as group:
         while True:

@@ -26,7 +26,7 @@ from jaxmnt.models.rotary import Angles
 from jaxmnt.parallel.sharding import Placement
 
 
-def _fused(kind: str, inputs: int, part: int) -> Tensor:
+def _fused_tensor(kind: str, inputs: int, part: int) -> Tensor:
     """Returns a tensor of the fused projection to queries, keys and values. `kind` is weight or bias, and `part` is 0
     for queries, 1 for keys and 2 for values."""
     return Tensor(f"transformer.h.{{}}.attn.c_attn.{kind}", inputs, False, part, 3)
@@ -35,12 +35,12 @@ def _fused(kind: str, inputs: int, part: int) -> Tensor:
 LAYER = {
     "attention_norm.scale": Tensor("transformer.h.{}.ln_1.weight"),
     "attention_norm.bias": Tensor("transformer.h.{}.ln_1.bias"),
-    "attention.query": _fused("weight", 1, 0),
-    "attention.key": _fused("weight", 1, 1),
-    "attention.value": _fused("weight", 1, 2),
-    "attention.query_bias": _fused("bias", 0, 0),
-    "attention.key_bias": _fused("bias", 0, 1),
-    "attention.value_bias": _fused("bias", 0, 2),
+    "attention.query": _fused_tensor("weight", 1, 0),
+    "attention.key": _fused_tensor("weight", 1, 1),
+    "attention.value": _fused_tensor("weight", 1, 2),
+    "attention.query_bias": _fused_tensor("bias", 0, 0),
+    "attention.key_bias": _fused_tensor("bias", 0, 1),
+    "attention.value_bias": _fused_tensor("bias", 0, 2),
     "attention.output": Tensor("transformer.h.{}.attn.c_proj.weight", 2, transposed=False),
     "attention.output_bias": Tensor("transformer.h.{}.attn.c_proj.bias"),
     "mlp_norm.scale": Tensor("transformer.h.{}.ln_2.weight"),

@@ -74,7 +74,7 @@ class Calibration(_Part):
     instruction: float
     """Seconds to start each instruction."""
     page_faults: float
-    """Seconds that the kernel takes per byte of temporary memory that it maps anew in each step."""
+    """Seconds that the operating system takes per byte of temporary memory that it maps anew in each step."""
     attention: Attention | None = None
     """None if attention consists of matrix products."""
     to_host: PositiveFloat | None = None

@@ -37,7 +37,7 @@ def _check(config: Config, options: Namespace, identity: Identity, work: Work) -
     prepare(config)
 
     from jaxmnt.data.sources import open_sources
-    from jaxmnt.distributed.process_group import joined
+    from jaxmnt.distributed.process_group import joined_process_group
     from jaxmnt.distributed.termination import ExitHandler
     from jaxmnt.preflight.checks import run_all_checks
     from jaxmnt.preflight.links import configure_nccl_logs
@@ -56,7 +56,7 @@ def _check(config: Config, options: Namespace, identity: Identity, work: Work) -
                 stack.callback(work.does, "")
                 stack.enter_context(exit_handler.with_hook(lambda _: work.does("")))
                 heartbeat = stack.enter_context(
-                    joined(identity, config, exit_handler, lambda: open_sources(config.data).digest)
+                    joined_process_group(identity, config, exit_handler, lambda: open_sources(config.data).digest)
                 )
                 work.does("checking" if identity.process_id == 0 else "")
                 rows = run_all_checks(config, identity, heartbeat, nccl_logs, options.calibrate)
@@ -95,9 +95,9 @@ def explain(cluster: Cluster, *, as_json: bool = False) -> int:
         lines["coordinator"] = str(identity.coordinator)
     lines["GPUs"] = devices
     if as_json:
-        print(json_text(lines | {"read": result.used, "ignored": result.ignored}, indent=1))
+        print(json_text(lines | {"read": result.values_read, "ignored": result.ignored}, indent=1))
         return ExitCode.FINISHED
-    read = [("read", f"{name}={text}") for name, text in result.used.items()]
+    read = [("read", f"{name}={text}") for name, text in result.values_read.items()]
     ignored = [("ignored", f"{launcher}: {text}") for launcher, text in result.ignored.items()]
     for name, text in [*lines.items(), *read, *ignored]:
         print(f"{name:<13} {text}")

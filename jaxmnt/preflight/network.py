@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jaxmnt.distributed.container import kernel_number, kernel_text
+from jaxmnt.distributed.container import number_in_file, text_in_file
 from jaxmnt.telemetry.kernel_counters import folder_entries, infiniband, infiniband_ports
 
 _ROUTES = Path("/proc/net/route")
@@ -47,12 +47,12 @@ class Port:
 
 def cards(root: Path = Path("/sys")) -> list[Card]:
     """Returns all interfaces that are up, in the kernel's order, in which NCCL also examines them."""
-    routes = [line.split() for line in kernel_text(_ROUTES).splitlines()[1:]]
+    routes = [line.split() for line in text_in_file(_ROUTES).splitlines()[1:]]
     default_interfaces = {route[0] for route in routes if route[1:2] == ["00000000"]}
     active_cards = []
-    for path in sorted(folder_entries(root / "class" / "net"), key=lambda path: kernel_number(path / "ifindex") or 0):
-        if kernel_text(path / "operstate") in ("up", "unknown"):
-            megabits = kernel_number(path / "speed") or 0
+    for path in sorted(folder_entries(root / "class" / "net"), key=lambda path: number_in_file(path / "ifindex") or 0):
+        if text_in_file(path / "operstate") in ("up", "unknown"):
+            megabits = number_in_file(path / "speed") or 0
             active_cards.append(Card(path.name, megabits, _address(path.name), path.name in default_interfaces))
     return active_cards
 
@@ -81,11 +81,11 @@ def fabric_ports(root: Path = Path("/sys")) -> list[Port]:
     ports = []
     counters = infiniband(root).errors
     for name, path in infiniband_ports(root).items():
-        rate = kernel_text(path / "rate").split(" ")[0]
+        rate = text_in_file(path / "rate").split(" ")[0]
         gigabits = float(rate) if rate.replace(".", "", 1).isdecimal() else 0.0
-        state = kernel_text(path / "state").partition(": ")[2]
+        state = text_in_file(path / "state").partition(": ")[2]
         errors = {counter: count for counter, count in counters.get(name, {}).items() if count}
-        ports.append(Port(name, state, gigabits, kernel_text(path / "link_layer"), errors))
+        ports.append(Port(name, state, gigabits, text_in_file(path / "link_layer"), errors))
     return ports
 
 
@@ -104,7 +104,7 @@ def _address(interface: str) -> str:
 
 def _address6(interface: str) -> str:
     """Returns the first IPv6 address of global scope of an interface; empty if it has none."""
-    for line in kernel_text(_ADDRESSES6).splitlines():
+    for line in text_in_file(_ADDRESSES6).splitlines():
         fields = line.split()
         if fields[-1] == interface and fields[3] == "00":  # global scope
             return socket.inet_ntop(socket.AF_INET6, bytes.fromhex(fields[0]))

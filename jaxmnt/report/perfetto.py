@@ -21,7 +21,8 @@ _STEP_TRACK, _PHASE_TRACK, _EVENT_TRACK = 1, 2, 3
 _ALL_PROCESSES = 1_000_000
 """Id of the pseudo-process whose spans concern all processes."""
 _MAX_STEPS = 5000
-"""Maximum number of steps in the trace, the newest ones; with more, the file would be too large for a browser."""
+"""Maximum number of steps in the trace. Only the newest are kept, because a larger file would be too much for a
+browser."""
 _OMITTED_FIELDS = ("kind", "time", "process", "host", "attempt")
 """Fields of an event that are left out of its arguments, because the trace shows them elsewhere."""
 
@@ -53,8 +54,8 @@ def _run_spans(run_dir: Path) -> Iterator[Span]:
 
 
 def _attempt_spans(attempt: Attempt, first_step: int) -> Iterator[Span]:
-    """Yields the span of an attempt, those of its steps from `first_step` on with their losses as a counter, and those
-    of its evaluations."""
+    """Yields spans for an attempt, for its steps from `first_step` on (with the loss as a counter), and for its
+    evaluations."""
     yield _span(
         _ALL_PROCESSES, _EVENT_TRACK, f"attempt {attempt.number}", attempt.began, attempt.seconds, {"end": attempt.end}
     )

@@ -62,12 +62,12 @@ def _begin_events(run: OpenedRun) -> Events:
     process = run.identity.process_id
     repair(event_file(run.directory, process))
     events = Events(run.directory, process)
-    events.written = run.notifier
+    events.on_written = run.notifier
     for message in run.start.damaged if run.writes else []:
         events.write("checkpoint_damaged", why=message)
     environment = {"environment": report.environment(run.devices)} if run.writes else {}
     events.write(
-        "start", format=FORMAT, run=run.start.run, step=run.start.step, processes=run.identity.processes,
+        "start", format=FORMAT, run=run.start.run_id, step=run.start.step, processes=run.identity.processes,
         devices=len(run.devices), began=run.clock.began, cost_per_gpu_hour=run.config.launch.cost_per_gpu_hour,
         clock_ahead=run.heartbeat.clock, log_bytes=log_sizes(run.directory, process), **environment,
     )  # fmt: skip

@@ -85,7 +85,7 @@ class FailedStartRecorder:
         """Opens this process's event log. Its events are passed to `run.notify` like those of a run."""
         events = Events(self._run_dir, self._identity.process_id)
         with suppress(ConfigError):  # the program of run.notify does not exist; the run itself will report that
-            events.written = Notifier(self._notify, self._identity.process_id, str(self._run_dir.absolute()))
+            events.on_written = Notifier(self._notify, self._identity.process_id, str(self._run_dir.absolute()))
         return events
 
     def _try_to_record(self, exit_reason: ExitReason) -> None:

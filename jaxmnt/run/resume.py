@@ -12,9 +12,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import TypeAdapter
+from pydantic import Field, TypeAdapter
 
 from jaxmnt.checkpoint.commit import Committed, clean_up, quarantine
 from jaxmnt.checkpoint.manifest import DamagedError
@@ -71,8 +71,8 @@ job."""
 class ResumePoint:
     """The point from which a run begins or continues."""
 
-    run: str
-    """The run's id."""
+    run_id: Annotated[str, Field(alias="run")]
+    """The run's id, which the message to the other processes calls `run`."""
     lineage: list[dict[str, Any]] = field(default_factory=list)
     """The runs and steps that this one was forked from, newest first."""
     checkpoint: Committed | None = None
@@ -116,7 +116,7 @@ class Decision:
 
     resume: ResumePoint | None = None
     """The point at which the run resumes. If this and `refusal` are None, the run begins."""
-    accepted: list[Change] | None = None
+    changes_to_record: list[Change] | None = None
     """Changes to record as accepted; None to leave the record unchanged."""
     refusal: UserError | None = None
     """The error with which the start ends; None if it may proceed."""
@@ -194,7 +194,7 @@ def _resume_from(
     remarks = []
     config_changes = changes(checkpoint.config, config)
     refuse_changes(config, digests, checkpoint, config_changes)
-    unaccepted = unaccepted_changes(config, checkpoint, config_changes, contents.accepted)
+    unaccepted = unaccepted_changes(config, checkpoint, config_changes, contents.accepted_values)
     if unaccepted and not flags.accept_changes:
         raise ConfigError(unaccepted_message(config, checkpoint, unaccepted))
     if checkpoint.step < config.train.steps:
@@ -227,12 +227,12 @@ def carry_out(
         )
     if decision.refusal is not None:
         raise decision.refusal
-    if decision.accepted is not None:
-        record_accepted(config, contents.accepted, decision.accepted)
+    if decision.changes_to_record is not None:
+        record_accepted(config, contents.accepted_values, decision.changes_to_record)
     start = decision.resume or begin_run(config, data, contents.run or secrets.token_hex(6))
     for directory in run_directories(config):
         if not (directory / RUN_FILE).exists():
-            fields = {"run": start.run, "lineage": start.lineage, "time": time.time()}
+            fields = {"run": start.run_id, "lineage": start.lineage, "time": time.time()}
             begun_by = {"begun_by": fresh.job_identifiers(os.environ)} if flags.fresh else {}
             publish(directory / RUN_FILE, json_text(fields | begun_by, indent=1) + "\n")
     return replace(start, remarks=remarks + start.remarks, damaged=damaged)
@@ -372,7 +372,7 @@ def _on_process_0(name: str, decide: Callable[[], ResumePoint], config: Config, 
     if identity.process_id == 0:
         try:
             with unreadable_is_retryable(config):
-                message = json_text({"start": _POINT_ADAPTER.dump_python(decide(), mode="json")})
+                message = json_text({"start": _POINT_ADAPTER.dump_python(decide(), mode="json", by_alias=True)})
         except (UserError, OSError) as error:
             trouble = _user_error(error, config) if isinstance(error, OSError) else error
             message = json_text({"error": str(trouble), "code": trouble.exit_code})

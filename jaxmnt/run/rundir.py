@@ -216,7 +216,7 @@ class RunDirectory:
     """True if `checkpoint` is None, and a step was set aside as damaged or will be when the folder is cleaned up."""
     last_committed_step: int = 0
     """If `checkpoint` is None, the last step that the run has committed according to its events; 0 if there is none."""
-    accepted: dict[str, Any] = field(default_factory=dict)
+    accepted_values: dict[str, Any] = field(default_factory=dict)
     """If there is a checkpoint, the values that were accepted at earlier starts, by config key."""
 
     @property
@@ -250,7 +250,7 @@ def read_directory(config: Config) -> RunDirectory:
         unreachable_steps(root),
         has_damaged=checkpoint is None and _has_damaged(root),
         last_committed_step=last_commit(directory) if checkpoint is None and run_file is not None else 0,
-        accepted={} if checkpoint is None else _read_accepted(run_directories(config)),
+        accepted_values={} if checkpoint is None else _read_accepted(run_directories(config)),
     )
 
 

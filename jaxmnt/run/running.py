@@ -79,8 +79,8 @@ def _open_log(run: ReadyRun, monitoring: Monitoring) -> TrainLog:
         attempt=run.events.attempt,
         log_every=run.config.train.log_every,
         cost=None if run.spending is None else run.spending.outlook,
-        finished=check_finished_step,
-        written=_open_sinks(run).put,
+        on_step_finished=check_finished_step,
+        on_record_written=_open_sinks(run).put,
     )
 
 
@@ -106,7 +106,7 @@ def _open_sinks(run: ReadyRun) -> Sinks:
     sinks = Sinks(
         names,
         SinkRun(
-            run.start.run, run.directory, plain_config(run.config), run.config.telemetry.project, run.start.step,
+            run.start.run_id, run.directory, plain_config(run.config), run.config.telemetry.project, run.start.step,
             run.events.attempt,
         ),
     )  # fmt: skip
@@ -124,7 +124,7 @@ def _serve_status(run: ReadyRun, log: TrainLog, monitoring: Monitoring) -> None:
     settings = run.config.telemetry
     if settings.port is None or not run.writes:
         return
-    run_fields = {"run": run.start.run, "steps": run.config.train.steps, "processes": run.identity.processes}
+    run_fields = {"run": run.start.run_id, "steps": run.config.train.steps, "processes": run.identity.processes}
     get_status = lambda: {**log.latest, **monitoring.status(), **run_fields, "now": str(run.watchdog.position())}
     url = run.resources.enter_context(serving(settings.host, settings.port, get_status))
     if url is not None:

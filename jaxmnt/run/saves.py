@@ -45,7 +45,7 @@ class CheckpointManager:
         self.saver = Saver(self._root, config.checkpoint, needed, run.identity, lambda: _confirm_locks(run.locks))
         self._manifest = partial(
             Manifest,
-            run=run.start.run,
+            run=run.start.run_id,
             config=plain_config(config),
             data=run.data.digests,
             lineage=run.start.lineage,
@@ -114,7 +114,7 @@ class CheckpointManager:
         self.poll(wait=True)
         self._give_up_after_too_many()
         self._events.write("checkpoint_begin", step=step)
-        self._timer.last = time.monotonic()
+        self._timer.last_save_time = time.monotonic()
         self._saved_step, self._retry_at = step, None
         describe = lambda arrays: self._manifest(step=step, arrays=arrays, tokens=tokens, loss=loss, time=time.time())
         self.saver.save(step, self._program.to_canonical(state), describe)

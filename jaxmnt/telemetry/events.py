@@ -244,13 +244,13 @@ class Events:
         self.attempt = 1 + max(starts, default=-1)
         self._common = {"process": process, "host": socket.gethostname(), "attempt": self.attempt}
         self._lines = LineWriter(path, **self._common)
-        self.written: Callable[[dict[str, Any]], None] = lambda record: None
+        self.on_written: Callable[[dict[str, Any]], None] = lambda record: None
         """Function that is called with each event."""
 
     def write(self, kind: str, **details: Any) -> None:
         record = {"kind": kind, "time": clock.now(), **self._common, **details}
         self._lines.write(record, decisive=kind in DECISIVE_EVENTS)
-        self.written(record)
+        self.on_written(record)
         if kind in FINAL_EVENTS:
             self._lines.settle()
 

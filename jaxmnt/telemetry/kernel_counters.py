@@ -5,7 +5,7 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from jaxmnt.distributed.container import available_bytes, kernel_number, kernel_text
+from jaxmnt.distributed.container import available_bytes, number_in_file, text_in_file
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _WORD_BYTES = 4
@@ -52,8 +52,8 @@ def infiniband_ports(root: Path = Path("/sys")) -> dict[str, Path]:
 def host_memory(proc: Path = Path("/proc")) -> dict[str, int]:
     """Returns this process's resident memory and the host's available memory, in bytes. What the kernel does not report
     is left out."""
-    pages = kernel_text(proc / "self" / "statm").split()
-    available = re.search(r"^MemAvailable: +(\d+)", kernel_text(proc / "meminfo"), re.MULTILINE)
+    pages = text_in_file(proc / "self" / "statm").split()
+    available = re.search(r"^MemAvailable: +(\d+)", text_in_file(proc / "meminfo"), re.MULTILINE)
     memory = {"host_bytes": int(pages[1]) * _PAGE_BYTES} if pages else {}
     if available:
         memory["host_available_bytes"] = available_bytes(int(available[1]) * 1024, proc.parent)
@@ -64,7 +64,7 @@ def _traffic(folders: dict[str, Path], sent: str, received: str, errors: tuple[s
     """Reads those counters that exist, since devices differ. Byte counters are multiplied by `factor`."""
     traffic = Traffic()
     for name, folder in folders.items():
-        read = {counter: kernel_number(folder / counter) for counter in (sent, received, *errors)}
+        read = {counter: number_in_file(folder / counter) for counter in (sent, received, *errors)}
         counts = {counter: value for counter, value in read.items() if value is not None}
         if sent in counts:
             traffic.sent[name] = counts.pop(sent) * factor

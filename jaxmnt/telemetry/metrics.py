@@ -65,7 +65,7 @@ Cost = Callable[[float], str | None]
 """Function that gets the seconds until the end of the run, and returns a text that says what the run has cost so far
 and will have cost by then; None if that is not known."""
 
-Finished = Callable[[int, float, dict[str, Any]], None]
+OnStepFinished = Callable[[int, float, dict[str, Any]], None]
 
 METRICS_OF_TARGETS = ("loss", "grad_norm", "model", "gradient_squares")
 """Metrics of a step that are undefined if its batch has no target."""
@@ -96,10 +96,10 @@ class TrainLog:
     None means a line every few seconds.
     """
     cost: Cost | None = None
-    finished: Finished = lambda step, seconds, values: None
+    on_step_finished: OnStepFinished = lambda step, seconds, values: None
     """Function that is called with each step, its seconds and its metrics, once the step has finished on the
     devices."""
-    written: Callable[[dict[str, Any]], None] = lambda record: None
+    on_record_written: Callable[[dict[str, Any]], None] = lambda record: None
     """Function that is called with each record, in the process that writes it."""
 
     def __post_init__(self) -> None:
@@ -151,7 +151,7 @@ class TrainLog:
         if self._lines is not None:
             with self.timer.during("writing"):
                 self._write(step, values, step_seconds, wait_seconds, digest)
-        self.finished(step, step_seconds, values)
+        self.on_step_finished(step, step_seconds, values)
 
     def pause(self, seconds: float) -> None:
         """Excludes time spent on other work than steps (evaluation, a blocking save) from the step's time."""
@@ -186,8 +186,8 @@ class TrainLog:
         return total.mean
 
     def settle(self) -> None:
-        """Waits until all lines are written, but only a few seconds, so that a checkpoint does not get ahead of
-        them."""
+        """Waits until all lines are written, so that a checkpoint does not get ahead of them, but for at most a few
+        seconds."""
         if self._lines is not None:
             self._lines.settle()
 
@@ -203,7 +203,8 @@ class TrainLog:
         padded_rate = self.rates.padded_tokens / step_seconds
         mfu = self._share_of_peak(step, rate, self.rates.flops_per_token)
         hfu = self._share_of_peak(step, padded_rate, self.rates.hardware_flops_per_token)
-        optional = {"model": values["model"]} if values["model"] else {}
+        layer_metrics = values["model"]
+        optional = {"model": layer_metrics} if layer_metrics else {}
         optional |= {"gradient_squares": values["gradient_squares"]} if "gradient_squares" in values else {}
         optional |= {"batch_digest": digest} if digest is not None else {}
 
@@ -239,7 +240,7 @@ class TrainLog:
         assert self._lines is not None
         record = {"kind": kind, "step": step, "time": clock.now(), "attempt": self.attempt, **fields}
         self._lines.write(record)
-        self.written(record)
+        self.on_record_written(record)
         return record
 
     def _show(
