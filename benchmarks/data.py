@@ -20,7 +20,7 @@ from array_record.python import array_record_module
 
 from jaxmnt.config.load import parse_config
 from jaxmnt.data.batches import TrainingData, training_rows
-from jaxmnt.data.preparation.inputs import Reading, Selection, Settings
+from jaxmnt.data.preparation.inputs import ReadOptions, Selection, Settings
 from jaxmnt.data.preparation.run import build
 from jaxmnt.data.sources import open_sources
 
@@ -58,7 +58,7 @@ def rate(batches, options: argparse.Namespace) -> float:
 
 def write_prepared(tokens: np.ndarray, folder: Path) -> Path:
     np.save(folder / "tokens.npy", tokens)
-    settings = Settings(tokenizer=None, vocab_size=257, reading=Reading(end_id=256), eval_fraction=0.0)
+    settings = Settings(tokenizer=None, vocab_size=257, reading=ReadOptions(end_id=256), eval_fraction=0.0)
     build(Selection([folder / "tokens.npy"]), folder / "prepared", settings, lambda *progress: None)
     return folder / "prepared"
 

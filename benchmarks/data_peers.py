@@ -35,7 +35,7 @@ import torch
 
 from jaxmnt.config.load import parse_config
 from jaxmnt.data.batches import TrainingData, training_rows
-from jaxmnt.data.preparation.inputs import Reading, Selection, Settings
+from jaxmnt.data.preparation.inputs import ReadOptions, Selection, Settings
 from jaxmnt.data.preparation.run import build
 from jaxmnt.data.sources import open_sources
 
@@ -101,7 +101,7 @@ def measure(batches, options: argparse.Namespace) -> float:
 def write_everything(folder: Path, options: argparse.Namespace) -> None:
     """The same tokens in the three formats."""
     flat = write_flat(folder, options.tokens)
-    settings = Settings(tokenizer=None, vocab_size=VOCAB, reading=Reading(end_id=END), eval_fraction=0.0)
+    settings = Settings(tokenizer=None, vocab_size=VOCAB, reading=ReadOptions(end_id=END), eval_fraction=0.0)
     build(Selection([flat]), folder / "prepared", settings, lambda *progress: None)
     write_mds(folder, flat, options.length)
 

@@ -190,14 +190,14 @@ class _Progress:
 
 def _settings(options: argparse.Namespace) -> "Settings":
     from jaxmnt.data.manifest import BYTES
-    from jaxmnt.data.preparation.inputs import Reading, Settings
+    from jaxmnt.data.preparation.inputs import ReadOptions, Settings
 
     default_tokenizer: str | None = BYTES
     if options.vocab_size is not None or options.train_tokenizer:
         default_tokenizer = None
     if options.train_tokenizer is not None and options.tokenizer is not None:
         raise ConfigError("--train-tokenizer: --tokenizer is also given; remove one of them")
-    reading = Reading(
+    read_options = ReadOptions(
         text_field=options.text_field,
         chat=options.chat,
         ignored_fields=tuple(sorted(set(options.ignore_fields))),
@@ -211,7 +211,7 @@ def _settings(options: argparse.Namespace) -> "Settings":
         tokenizer=options.tokenizer or default_tokenizer,
         end_token=options.end_token,
         train_tokenizer=options.train_tokenizer,
-        reading=reading,
+        reading=read_options,
         vocab_size=options.vocab_size,
         eval_fraction=options.eval_fraction,
         skip_bad=options.on_error == "skip",

@@ -189,8 +189,8 @@ UNUSABLE_FILE_ERRNOS = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EINVAL,
 
 
 def read(path: StoragePath) -> bytes:
-    """Returns the content of a file. Raises `OSError` with its name, also for a pipe or a device, since reading
-    one could block."""
+    """Returns the content of a file. Raises an `OSError` that names the file if it cannot be read, or if it is a pipe
+    or a device, since reading one could block."""
     if isinstance(path, Address):
         return path.read_bytes()
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)

@@ -137,7 +137,7 @@ def _write_lines(path: Path, records: list[dict[str, Any]]) -> None:
 
 def _prepared(folder: Path) -> None:
     """Two shards a split, with a tokenizer of its own and a mask of what is learnt."""
-    from jaxmnt.data.preparation.inputs import Reading, Selection, Settings
+    from jaxmnt.data.preparation.inputs import ReadOptions, Selection, Settings
     from jaxmnt.data.preparation.run import build
 
     (folder / "text").mkdir()
@@ -152,7 +152,7 @@ def _prepared(folder: Path) -> None:
     ]
     _write_lines(folder / "text" / "talk.jsonl", talk)
     settings = Settings(
-        tokenizer=None, train_tokenizer=300, reading=Reading(chat=True), eval_fraction=0.3, shard_tokens=400,
+        tokenizer=None, train_tokenizer=300, reading=ReadOptions(chat=True), eval_fraction=0.3, shard_tokens=400,
         part_bytes=10**6,
     )  # fmt: skip
     build(Selection([folder / "text"]), folder / "data", settings, lambda *progress: None)

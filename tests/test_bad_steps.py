@@ -21,7 +21,7 @@ from jaxmnt.data import batches, feed
 from jaxmnt.data.batches import TrainingData
 from jaxmnt.data.feed import to_devices
 from jaxmnt.data.order import MixturePhase, Order, SkippedRanges
-from jaxmnt.data.preparation.inputs import Reading, Selection, Settings
+from jaxmnt.data.preparation.inputs import ReadOptions, Selection, Settings
 from jaxmnt.data.preparation.run import build
 from jaxmnt.data.sources import open_sources
 from jaxmnt.errors import ConfigError, ExitCode, UserError
@@ -200,7 +200,7 @@ def masked(tmp_path_factory):
     """Prepared data of long questions with a short answer each: most rows have no target."""
     folder = tmp_path_factory.mktemp("masked")
     record = {"prompt": "please read all of this text " * 12, "completion": "ok"}
-    settings = Settings(reading=Reading(chat=True), eval_fraction=0.0)
+    settings = Settings(reading=ReadOptions(chat=True), eval_fraction=0.0)
     (folder / "long.jsonl").write_text("".join(json.dumps(record) + "\n" for _ in range(12)))
     build(Selection([folder / "long.jsonl"]), folder / "data", settings, lambda *progress: None)
     return folder / "data"
@@ -243,7 +243,7 @@ def test_rows_without_targets_are_counted(masked, tiny, monkeypatch, known):
     rows = data.readers["data"].rows
     some = sum(bool((data.readers["data"].read([row])["weights"] != 0).any()) for row in range(rows))
     found = data.without_targets()["data"]
-    assert found.is_sample == (known == "sample") and (found.read == rows or known == "sample")
+    assert found.is_sample == (known == "sample") and (found.rows_read == rows or known == "sample")
     assert found.share == pytest.approx(1 - some / rows, abs=0.0 if known == "all" else 0.08)
     assert data.empty_batches({"data": found}) == pytest.approx(found.share**2)
 

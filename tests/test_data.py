@@ -241,14 +241,14 @@ def test_every_token_is_a_target_once_with_the_right_input(length, rows, mask, p
     reader = Packed(stream, length) if packed else Windows(stream, length, mask)
     before = np.concatenate([[END], whole[:-1]])
     seen = np.zeros(len(whole), int)
-    for first in range(0, reader.all_rows, rows):
+    for first in range(0, reader.row_count_with_partial, rows):
         numbers = range(first, first + rows)
         batch = reader.read(numbers)
         assert {name: (values.dtype, values.shape) for name, values in batch.items()} == {
             name: (np.float32 if name == "weights" else np.int32, (rows, length)) for name in batch
         }
         for line, row in enumerate(numbers):
-            offsets = reader.offsets(row) if row < reader.all_rows else np.full(length, -1)
+            offsets = reader.offsets(row) if row < reader.row_count_with_partial else np.full(length, -1)
             real = offsets >= 0
             seen[offsets[real]] += 1
             assert (batch["targets"][line][real] == whole[offsets[real]]).all()

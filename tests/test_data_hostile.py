@@ -11,7 +11,7 @@ import pytest
 from jaxmnt.config.load import parse_config
 from jaxmnt.data import manifest as manifests
 from jaxmnt.data.batches import EvaluationData, TrainingData, training_rows
-from jaxmnt.data.preparation.inputs import Reading, Selection, Settings
+from jaxmnt.data.preparation.inputs import ReadOptions, Selection, Settings
 from jaxmnt.data.preparation.run import build
 from jaxmnt.data.sources import open_sources
 from jaxmnt.data.store import open_prepared
@@ -50,7 +50,7 @@ def read_all(folder: Path, rows: str = "windows", mask: bool = False) -> None:
     config = parse_config({"data": settings})
     sources = open_sources(config.data)
     data = TrainingData(config, sources)
-    for first in range(0, data.readers["data"].all_rows, 16):
+    for first in range(0, data.readers["data"].row_count_with_partial, 16):
         data.readers["data"].read(range(first, first + 16))
     list(EvaluationData(config, sources.parts["data"]).batches(range(16), 16, prefetch=1, threads=0))
 
@@ -236,7 +236,7 @@ def test_whoever_reads_ahead_in_threads_is_told(copy):
 def test_ids_as_large_as_ids_can_be(tmp_path):
     """Arrays of 32 bits: what would be negative as a signed number is not of the vocabulary either."""
     np.save(tmp_path / "t.npy", np.arange(2000, dtype=np.uint32) % 1000)
-    settings = Settings(tokenizer=None, vocab_size=70_000, reading=Reading(end_id=999), eval_fraction=0.0)
+    settings = Settings(tokenizer=None, vocab_size=70_000, reading=ReadOptions(end_id=999), eval_fraction=0.0)
     build(Selection([tmp_path / "t.npy"]), tmp_path / "data", settings, lambda *progress: None)
     read_all(tmp_path / "data")
 
@@ -254,7 +254,7 @@ def test_ids_as_large_as_ids_can_be(tmp_path):
 def test_a_mask_holds_nothing_but_0_and_1(tmp_path, rows):
     record = {"prompt": "a question " * 10, "completion": "an answer " * 10}
     (tmp_path / "chat.jsonl").write_text((json.dumps(record) + "\n") * 20)
-    settings = Settings(reading=Reading(chat=True), eval_fraction=0.0)
+    settings = Settings(reading=ReadOptions(chat=True), eval_fraction=0.0)
     build(Selection([tmp_path / "chat.jsonl"]), tmp_path / "data", settings, lambda *progress: None)
     read_all(tmp_path / "data", rows)
     _resave(shard(tmp_path / "data", "learn"), lambda mask: mask * 200)

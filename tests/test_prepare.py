@@ -25,7 +25,7 @@ from jaxmnt.config.load import parse_config
 from jaxmnt.data.batches import TrainingData
 from jaxmnt.data.preparation import run
 from jaxmnt.data.preparation.attempts import Attempt
-from jaxmnt.data.preparation.inputs import Reading, Selection, Settings
+from jaxmnt.data.preparation.inputs import ReadOptions, Selection, Settings
 from jaxmnt.data.preparation.run import build
 from jaxmnt.data.preparation.text import TEXT_PIECE
 from jaxmnt.data.rows import Windows, batch_digest, row_digests
@@ -141,7 +141,7 @@ def test_token_arrays(tmp_path, kind):
 def test_changing_a_token_changes_just_the_digests_of_the_steps_that_read_it(tmp_path, rows):
     """Documents of arrays are held out by their place, so that the other batches stay what they were."""
     tokens = np.random.default_rng(0).integers(0, 50, 9000).astype(np.uint16)
-    settings = {"tokenizer": None, "vocab_size": 51, "reading": Reading(end_id=49)}
+    settings = {"tokenizer": None, "vocab_size": 51, "reading": ReadOptions(end_id=49)}
     digests, data = [], {}
     for name, change in (("a", 0), ("b", 1)):
         (tmp_path / name).mkdir()
@@ -393,7 +393,7 @@ def test_only_answers_are_targets(tmp_path):
         {"prompt": "2+2=", "completion": "4"},
     ]
     (tmp_path / "chat.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    prepare(tmp_path / "chat.jsonl", tmp_path / "out", eval_fraction=0.0, reading=Reading(chat=True))
+    prepare(tmp_path / "chat.jsonl", tmp_path / "out", eval_fraction=0.0, reading=ReadOptions(chat=True))
     stream = open_prepared(tmp_path / "out").stream("train")
     row = Windows(stream, stream.tokens, False).read([0])
     learnt = row["targets"][0][row["weights"][0] > 0]
@@ -406,7 +406,7 @@ def test_chat_uses_the_tokenizers_own_markup(texts, tmp_path):
     prepare(texts, tmp_path / "tokenizer", train_tokenizer=400)
     record = {"messages": [{"role": "user", "content": "<|im_end|>"}, {"role": "assistant", "content": "yes"}]}
     (tmp_path / "chat.jsonl").write_text(json.dumps(record) + "\n")
-    settings = {"tokenizer": str(tmp_path / "tokenizer"), "reading": Reading(chat=True), "eval_fraction": 0.0}
+    settings = {"tokenizer": str(tmp_path / "tokenizer"), "reading": ReadOptions(chat=True), "eval_fraction": 0.0}
     prepare(tmp_path / "chat.jsonl", tmp_path / "out", **settings)
     stream = open_prepared(tmp_path / "out").stream("train")
     tokens = np.empty(stream.tokens, np.uint16)
@@ -454,7 +454,7 @@ def test_odd_text_files(tmp_path):
     summary = prepare(folder, tmp_path / "o", eval_fraction=0.0, skip_bad=True)
     assert summary.binary_names == ["t/b"]
     assert (summary.skipped, summary.binary, summary.empty, summary.documents["train"]) == (1, 1, 1, 1)
-    summary = prepare(folder, tmp_path / "p", eval_fraction=0.0, reading=Reading(replace_invalid=True))
+    summary = prepare(folder, tmp_path / "p", eval_fraction=0.0, reading=ReadOptions(replace_invalid=True))
     assert (summary.skipped, summary.replaced, summary.documents["train"]) == (0, 1, 2)
     assert [text for text, *_ in read_back(tmp_path / "p")] == ["fine", "odd \ufffd"]
 
@@ -482,7 +482,7 @@ def test_odd_text_files(tmp_path):
             {"end_token": "x"},
             r"--end-token: the tokenizer bytes has its own end of document",
         ),
-        (lambda p: (p / "t").write_text("a"), {"reading": Reading(chat=True)}, r"--chat: .*in/t holds no records"),
+        (lambda p: (p / "t").write_text("a"), {"reading": ReadOptions(chat=True)}, r"--chat: .*in/t holds no records"),
         (
             lambda p: np.savez((p / "t.npy").open("wb"), a=[1]),
             {"vocab_size": 50},
@@ -506,7 +506,7 @@ def test_other_bad_input(tmp_path, make, options, message):
     folder.mkdir()
     make(folder)
     if "vocab_size" in options:
-        options = options | {"tokenizer": None, "reading": Reading(end_id=0)}
+        options = options | {"tokenizer": None, "reading": ReadOptions(end_id=0)}
     elif not options and (folder / "t.npy").exists():
         options = {"tokenizer": None}
     with pytest.raises(ConfigError, match=message):
@@ -545,7 +545,7 @@ def test_half_characters_are_bad_records(texts, tmp_path, tokenizer):
         prepare(tmp_path / "t.jsonl", tmp_path / "out", **options)
     assert prepare(tmp_path / "t.jsonl", tmp_path / "out", skip_bad=True, **options).skipped == 1
     assert [text for text, *_ in read_back(tmp_path / "out")] == ["fine", "\U0001f600"]
-    summary = prepare(tmp_path / "t.jsonl", tmp_path / "r", reading=Reading(replace_invalid=True), **options)
+    summary = prepare(tmp_path / "t.jsonl", tmp_path / "r", reading=ReadOptions(replace_invalid=True), **options)
     assert summary.replaced == 1 and read_back(tmp_path / "r")[1][0] == "a\ufffdb"
 
 
@@ -611,7 +611,7 @@ def test_links_are_followed_and_names_are_told_apart_in_any_case(tmp_path):
 def test_arrays_of_several_types(tmp_path):
     for name, dtype in (("a", np.uint64), ("b", np.int8), ("c", np.dtype(">i4"))):
         np.save(tmp_path / f"{name}.npy", np.arange(100).astype(dtype))
-    settings = {"tokenizer": None, "vocab_size": 100, "reading": Reading(end_id=99), "eval_fraction": 0.0}
+    settings = {"tokenizer": None, "vocab_size": 100, "reading": ReadOptions(end_id=99), "eval_fraction": 0.0}
     prepare([tmp_path / f"{name}.npy" for name in "abc"], tmp_path / "out", shard_tokens=10**6, **settings)
     stream = open_prepared(tmp_path / "out").stream("train")
     found = np.empty(stream.tokens, np.int64)
@@ -645,7 +645,7 @@ def test_masked_windows_of_arrays_without_ends_do_not_leak(tmp_path):
     """A document's first input is an end of document, also where the tokens that were given have none."""
     for name in ("a", "b"):
         np.save(tmp_path / f"{name}.npy", np.arange(1, 41, dtype=np.uint16))
-    settings = {"tokenizer": None, "vocab_size": 50, "reading": Reading(end_id=0), "eval_fraction": 0.0}
+    settings = {"tokenizer": None, "vocab_size": 50, "reading": ReadOptions(end_id=0), "eval_fraction": 0.0}
     prepare([tmp_path / "a.npy", tmp_path / "b.npy"], tmp_path / "out", **settings)
     batch = Windows(open_prepared(tmp_path / "out").stream("train"), 16, document_mask=True).read(range(5))
     inputs, targets = batch["tokens"].ravel(), batch["targets"].ravel()
@@ -681,7 +681,7 @@ def test_the_bytes_of_a_target_are_those_of_the_text_that_is_learnt(tmp_path):
     (tmp_path / "b.jsonl").write_text('{"text": "abcd"}\n{"text": "ef"}\n')
     np.save(tmp_path / "c.npy", np.arange(4, dtype=np.uint8))
     prepare([tmp_path / "a.txt", tmp_path / "b.jsonl"], tmp_path / "text", eval_fraction=0.0)
-    prepare(tmp_path / "chat.jsonl", tmp_path / "chat", eval_fraction=0.0, reading=Reading(chat=True))
+    prepare(tmp_path / "chat.jsonl", tmp_path / "chat", eval_fraction=0.0, reading=ReadOptions(chat=True))
     prepare(tmp_path / "c.npy", tmp_path / "arrays", eval_fraction=0.0, tokenizer=None, vocab_size=8)
     known = [open_prepared(tmp_path / name).bytes_per_target("train") for name in ("text", "chat", "arrays")]
     end = len("<|im_end|>") + 1  # bytes as tokens have no markup of their own

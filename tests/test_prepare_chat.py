@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxmnt.data.preparation.documents import BadRecordError
-from jaxmnt.data.preparation.inputs import Reading, Selection, Settings
+from jaxmnt.data.preparation.inputs import ReadOptions, Selection, Settings
 from jaxmnt.data.preparation.records import conversation_of
 from jaxmnt.data.preparation.run import build
 from jaxmnt.data.store import open_prepared
@@ -17,10 +17,10 @@ from jaxmnt.errors import ConfigError
 from jaxmnt.prepare import main
 
 CASES = Path(__file__).parent / "cases" / "chat"
-CHAT = Reading(chat=True)
+CHAT = ReadOptions(chat=True)
 
 
-def shown(record: dict, reading: Reading = CHAT) -> str:
+def shown(record: dict, reading: ReadOptions = CHAT) -> str:
     """The text of a conversation; targets stand in [[ ]], and | is the end of the document."""
     conversation = conversation_of(record, reading)
     pieces = [(str(segment.content), segment.learn) for segment in conversation.segments]
@@ -37,7 +37,7 @@ def turns(*messages: tuple[str, str], end: str = "|") -> str:
 
 def prepared(path: Path, output: Path, **options: object) -> list[str]:
     """The documents of a preparation with `--chat`, shown like `shown`."""
-    settings = Settings(eval_fraction=0.0, reading=Reading(chat=True, **options))
+    settings = Settings(eval_fraction=0.0, reading=ReadOptions(chat=True, **options))
     build(Selection([path]), output, settings, lambda *progress: None)
     stream = open_prepared(output).stream("train")
     tokens = np.empty(stream.tokens, np.int64)
@@ -65,14 +65,14 @@ def test_a_system_prompt_beside_the_turns_comes_first():
         shown(record)
     assert raised.value.advice == "to train without the field: --ignore-fields tools"
     begun = turns(("system", "You are a pirate.>"), ("user", "Hi>"), ("assistant", "[[Arr>]]"), end="[[|]]")
-    assert shown(record, Reading(chat=True, ignored_fields=("tools",))) == begun
+    assert shown(record, ReadOptions(chat=True, ignored_fields=("tools",))) == begun
     alpaca = {"instruction": "Hi", "output": "Arr", "system": "You are a pirate."}
     assert shown(alpaca) == shown(record | {"tools": "[]"}) == begun
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Arr"}]
     both = {"messages": [{"role": "system", "content": "You are a pirate."}, *messages]}
     assert shown({"messages": messages, "system": "You are a pirate."}) == shown(both | {"system": None}) == begun
     assert shown(both | {"system": "You are a pirate."}) == begun
-    with pytest.raises(BadRecordError, match="one system prompt in its field system and another in its first turn"):
+    with pytest.raises(BadRecordError, match="one system prompt in its field 'system' and another in its first turn"):
         shown(both | {"system": "You are polite."})
 
 
@@ -182,7 +182,7 @@ def test_a_field_that_would_be_lost_is_named_or_left_out_on_request(where, field
     (record if where == "record" else record["messages"][1])[field] = value
     with pytest.raises(BadRecordError, match=f"{where} holds {field}, which --chat does not render"):
         shown(record)
-    assert shown(record, Reading(chat=True, ignored_fields=(field,))) == shown(ANSWERED)
+    assert shown(record, ReadOptions(chat=True, ignored_fields=(field,))) == shown(ANSWERED)
 
 
 def test_fields_that_say_nothing_for_the_text_are_read_over():

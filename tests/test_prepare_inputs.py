@@ -15,7 +15,7 @@ from conftest import command as run_command
 from jaxmnt.config.load import parse_config
 from jaxmnt.data import tokenizer as tokenizers
 from jaxmnt.data.batches import EvaluationData, TrainingData
-from jaxmnt.data.preparation.inputs import Reading, Selection, Settings
+from jaxmnt.data.preparation.inputs import ReadOptions, Selection, Settings
 from jaxmnt.data.preparation.json_lines import Lines
 from jaxmnt.data.preparation.parquet import columns_of, largest_page
 from jaxmnt.data.preparation.part import read_array
@@ -124,12 +124,12 @@ def test_a_long_document_is_an_error_or_left_out_or_split(tmp_path, kind):
     reading = {"max_document": MIB // 4}
     where = r"t\.parquet: row 2" if kind == "parquet" else rf"t\.{kind}:2"
     with pytest.raises(ConfigError, match=rf"{where}: the record is longer than 0\.25 MiB; .*--max-document-mib, or"):
-        prepare(path, tmp_path / "error", reading=Reading(**reading))
-    summary = prepare(path, tmp_path / "skip", reading=Reading(**reading, long_documents="skip"))
+        prepare(path, tmp_path / "error", reading=ReadOptions(**reading))
+    summary = prepare(path, tmp_path / "skip", reading=ReadOptions(**reading, long_documents="skip"))
     assert summary.long == 1 and texts_of(tmp_path / "skip") == [("first", 1), ("last", 3)]
     assert open_prepared(tmp_path / "skip").manifest["left_out"]["long"] == 1
     assert prepare(path, tmp_path / "more").documents["train"] == 3  # it is below the default
-    split = Reading(**reading, long_documents="split")
+    split = ReadOptions(**reading, long_documents="split")
     if kind != "parquet":
         advice = "to allow for it: --max-document-mib, --long-documents skip, or its text in a plain text file"
         with pytest.raises(ConfigError, match=rf"{where}: .* 0\.25 MiB, and a JSON record cannot be split; {advice}"):
@@ -157,8 +157,8 @@ def test_a_bomb_takes_no_memory(tmp_path):
     tracemalloc.start()
     try:
         with pytest.raises(ConfigError, match=r"t\.jsonl\.zst:1: the record is longer than 8 MiB"):
-            prepare(tmp_path / "t.jsonl.zst", tmp_path / "error", reading=Reading(**limits))
-        prepare(tmp_path / "t.jsonl.zst", tmp_path / "skip", reading=Reading(**limits, long_documents="skip"))
+            prepare(tmp_path / "t.jsonl.zst", tmp_path / "error", reading=ReadOptions(**limits))
+        prepare(tmp_path / "t.jsonl.zst", tmp_path / "skip", reading=ReadOptions(**limits, long_documents="skip"))
         assert texts_of(tmp_path / "skip") == [("last", 2)]
         assert tracemalloc.get_traced_memory()[1] < 100 * MIB
     finally:
@@ -192,13 +192,13 @@ def test_pages_with_statistics_have_their_size(tmp_path, version):
     ((column,),) = columns_of(path, [0])
     with path.open("rb") as stream:
         largest = largest_page(stream, column)
-    assert 4000 < largest < column.uncompressed
+    assert 4000 < largest < column.uncompressed_bytes
 
 
 def test_a_long_conversation_is_not_split(tmp_path):
     record = {"messages": [{"role": "user", "content": "x" * 10_000}, {"role": "assistant", "content": "y"}]}
     (tmp_path / "t.jsonl").write_text(json.dumps(record) + "\n")
-    reading = Reading(chat=True, max_document=5000, long_documents="split")
+    reading = ReadOptions(chat=True, max_document=5000, long_documents="split")
     with pytest.raises(ConfigError, match=r"t\.jsonl:1: .*, and a conversation cannot be split"):
         prepare(tmp_path / "t.jsonl", tmp_path / "out", reading=reading)
 
@@ -209,11 +209,11 @@ def test_a_larger_limit_goes_on_with_what_is_done(tmp_path):
         (tmp_path / f"{name}.jsonl").write_text(json.dumps({"text": name * size}) + "\n")
     inputs, out = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"], tmp_path / "out"
     with pytest.raises(ConfigError, match=r"b\.jsonl:1: the record is longer"):
-        prepare(inputs, out, part_bytes=10, reading=Reading(max_document=5000))
+        prepare(inputs, out, part_bytes=10, reading=ReadOptions(max_document=5000))
     assert list((out / "work").glob("part-*.json"))
     with pytest.raises(ConfigError, match="unfinished preparation with other long_documents"):
-        prepare(inputs, out, part_bytes=10, reading=Reading(max_document=500))
-    prepare(inputs, out, part_bytes=10, reading=Reading(max_document=5000, long_documents="skip"))
+        prepare(inputs, out, part_bytes=10, reading=ReadOptions(max_document=500))
+    prepare(inputs, out, part_bytes=10, reading=ReadOptions(max_document=5000, long_documents="skip"))
     assert texts_of(out) == [("a" * 10, 1)]
 
 
@@ -234,9 +234,9 @@ def test_a_part_that_left_long_records_out_is_not_gone_on_with_when_they_are_all
     for name in ("a", "b"):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": name * n}) + "\n" for n in (9000, 1)))
     inputs, out = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"], tmp_path / "out"
-    as_errors = {"skip_bad": True, "part_bytes": 10, "reading": Reading(max_document=5000)}
+    as_errors = {"skip_bad": True, "part_bytes": 10, "reading": ReadOptions(max_document=5000)}
     prepare_stopped(inputs, out, skip_bad=True, reading=as_errors["reading"])
-    for reading in (Reading(max_document=5000, long_documents="split"), Reading(max_document=10**4)):
+    for reading in (ReadOptions(max_document=5000, long_documents="split"), ReadOptions(max_document=10**4)):
         with pytest.raises(ConfigError, match="unfinished preparation with other long_documents"):
             prepare(inputs, out, **as_errors | {"reading": reading})
     assert prepare(inputs, out, **as_errors).skipped == 2
@@ -246,11 +246,11 @@ def test_a_tokenizer_trained_without_long_records_is_trained_again_when_they_are
     records = [{"text": "words and words " * 400}, *({"text": f"other {number}"} for number in range(50))]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     (tmp_path / "b.jsonl").write_text("".join(json.dumps(record) + "\n" for record in reversed(records)))
-    larger = Reading(max_document=10**4)
+    larger = ReadOptions(max_document=10**4)
     for name, parts_done in (("a", False), ("b", True)):
         out, given = tmp_path / name, {"train_tokenizer": 300, "part_bytes": 200}
         with pytest.raises(ConfigError, match="the record is longer"):
-            prepare(tmp_path / f"{name}.jsonl", out, **given, reading=Reading(max_document=5000))
+            prepare(tmp_path / f"{name}.jsonl", out, **given, reading=ReadOptions(max_document=5000))
         assert (out / "tokenizer.json").exists() and bool(list((out / "work").glob("part-*"))) == parts_done
         if parts_done:
             with pytest.raises(ConfigError, match="unfinished preparation with other long_documents"):
@@ -282,7 +282,7 @@ def test_a_long_cell_that_is_not_utf8_is_left_out_whole_or_its_bytes_are_replace
 
 def test_pieces_of_a_document_are_held_out_together(tmp_path):
     path = write_cells(tmp_path / "t.parquet", [f"{number} ".encode() * 2000 for number in range(40)])
-    reading = Reading(max_document=2000, long_documents="split")
+    reading = ReadOptions(max_document=2000, long_documents="split")
     prepare(path, tmp_path / "out", reading=reading, eval_fraction=0.3)
     splits = [{record for _, record in texts_of(tmp_path / "out", split)} for split in ("train", "eval")]
     assert all(splits) and not splits[0] & splits[1]
@@ -394,7 +394,7 @@ def test_what_has_nothing_before_it_is_no_target(tmp_path, rows, mask):
     settings = {"tokenizer": None, "vocab_size": 151}
     prepare([tmp_path / "a.npy", tmp_path / "b.npy"], tmp_path / "out", **settings)
     reader = make_reader(open_prepared(tmp_path / "out").stream("train"), rows, 16, mask)
-    batch = reader.read(range(reader.all_rows))
+    batch = reader.read(range(reader.row_count_with_partial))
     learnt = batch["weights"] > 0
     openings = [1, 101] if mask or rows == "packed" else [1]
     expected = [token for token in [*range(1, 51), *range(101, 151)] if token not in openings]
@@ -501,7 +501,7 @@ def test_other_shapes_of_conversations_become_messages(tmp_path, kind):
             parquet.write_table(pyarrow.table(columns), tmp_path / f"{side}.parquet")
         else:
             (tmp_path / f"{side}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-        prepare(tmp_path / f"{side}.{kind}", tmp_path / str(side), reading=Reading(chat=True))
+        prepare(tmp_path / f"{side}.{kind}", tmp_path / str(side), reading=ReadOptions(chat=True))
     one, other = (open_prepared(tmp_path / str(side)).manifest["splits"]["train"]["shards"][0] for side in (0, 1))
     for name in ("tokens-00000-00.npy", "learn-00000-00.npy"):
         assert one["sha256"][name] == other["sha256"][name]
@@ -526,7 +526,7 @@ def test_other_shapes_of_conversations_become_messages(tmp_path, kind):
 def test_a_conversation_of_another_shape(tmp_path, record, message):
     (tmp_path / "chat.jsonl").write_text(json.dumps(record) + "\n")
     with pytest.raises(ConfigError, match=rf"chat\.jsonl:1: .*{message}") as raised:
-        prepare(tmp_path / "chat.jsonl", tmp_path / "out", reading=Reading(chat=True))
+        prepare(tmp_path / "chat.jsonl", tmp_path / "out", reading=ReadOptions(chat=True))
     assert len(str(raised.value)) < 600
 
 
@@ -840,7 +840,7 @@ def test_odd_parquet_is_told_in_a_line(tmp_path):
     column = pyarrow.array(messages, pyarrow.list_(pyarrow.struct(list(fields.items()))))
     path = write_column(tmp_path / "c.parquet", column, "messages")
     with pytest.raises(ConfigError, match=r"c\.parquet: row 2: cannot be decoded: "):
-        prepare(path, tmp_path / "chat", reading=Reading(chat=True))
+        prepare(path, tmp_path / "chat", reading=ReadOptions(chat=True))
 
 
 def test_damage_that_aborts_the_reader_is_told_by_name(tmp_path):
@@ -865,8 +865,8 @@ def test_text_of_any_encoding_has_its_size_and_is_the_same(tmp_path, encoding):
         column = pyarrow.ExtensionArray.from_storage(pyarrow.json_(), column)
     path = write_column(tmp_path / "t.parquet", column)
     with pytest.raises(ConfigError, match=r"t\.parquet: row 2: the record is longer"):
-        prepare(path, tmp_path / "error", reading=Reading(max_document=5000))
-    prepare(path, tmp_path / "split", reading=Reading(max_document=5000, long_documents="split"))
+        prepare(path, tmp_path / "error", reading=ReadOptions(max_document=5000))
+    prepare(path, tmp_path / "split", reading=ReadOptions(max_document=5000, long_documents="split"))
     assert texts_of(tmp_path / "split") == [("ä first", 1), ("b" * 5000, 2), ("b" * 1000, 2)]
     prepare(path, tmp_path / "out")
     assert texts_of(tmp_path / "out") == [("ä first", 1), ("b" * 6000, 2)]

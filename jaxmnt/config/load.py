@@ -189,8 +189,8 @@ def dump_config(config: Config) -> str:
 
 
 def dump_for_hosts(config: Config) -> str:
-    """Returns the config as YAML for the processes of a run. Of the sections that describe where a run executes it has
-    only `cluster`, with the settings that are not null."""
+    """Returns the config as YAML for the processes of a run. Of the sections that describe where a run executes, the
+    result has only `cluster`, with only those of its settings that are not null."""
     tree = config.model_dump(exclude=CLUSTER_SECTIONS - {"cluster"})
     tree["cluster"] = {name: value for name, value in tree["cluster"].items() if value is not None}
     return _dump_yaml(tree)

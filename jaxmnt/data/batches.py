@@ -20,7 +20,7 @@ from jaxmnt.data.elements import DatasetRows
 from jaxmnt.data.grain_source import GrainData
 from jaxmnt.data.order import BLOCK, BranchPoint, Located, Order, block_shares, check_shares
 from jaxmnt.data.rows import Packed, Rows, Windows, make_reader
-from jaxmnt.data.sources import Sources, on_end, phases
+from jaxmnt.data.sources import Part, Sources, on_end, phases
 from jaxmnt.data.store import StoredTokens
 from jaxmnt.errors import ConfigError
 
@@ -41,7 +41,7 @@ class WithoutTargets(NamedTuple):
 
     rows: int
     """Number of rows without a target among those that were read."""
-    read: int
+    rows_read: int
     """Number of rows that were read."""
     is_sample: bool
     """True if the source has more rows than were read."""
@@ -49,7 +49,7 @@ class WithoutTargets(NamedTuple):
     @property
     def share(self) -> float:
         """The share of the rows that have no target."""
-        return self.rows / self.read
+        return self.rows / self.rows_read
 
 
 class TrainingData:
@@ -81,7 +81,7 @@ class TrainingData:
         _check_enough_rows(self.order, self._rows, self._config)
 
     def batch(self, step: int, rows: Sequence[int] | np.ndarray) -> Rows:
-        """Returns these rows (of 0 … G-1) of the batch of `step` (from 0)."""
+        """Returns the rows numbered `rows` (of 0 … G-1) of the batch of `step` (from 0)."""
         located = self.order.locate(step, rows)
         if len(self.names) == 1:
             return self.readers[self.names[0]].read(located.row)
@@ -99,12 +99,14 @@ class TrainingData:
         """
         return {name: _without_targets(reader) for name, reader in self.readers.items() if reader.has_mask}
 
-    def empty_batches(self, without: dict[str, WithoutTargets]) -> float:
+    def empty_batches(self, without_targets: dict[str, WithoutTargets]) -> float:
         """Estimates the share of batches without a target, assuming that rows are drawn independently. If the weights
         of the sources change during the run, the estimate is for the first phase."""
         settings = self._config.data
         shares = zip(self.names, block_shares(phases(settings)[0].weights).tolist(), strict=True)
-        share_of_rows = sum(share / BLOCK * without[name].share for name, share in shares if name in without)
+        share_of_rows = sum(
+            share / BLOCK * without_targets[name].share for name, share in shares if name in without_targets
+        )
         return share_of_rows**settings.global_batch_size
 
     def _merge(self, located: Located) -> Rows:
@@ -160,8 +162,8 @@ def skipped_ranges(settings: Data) -> list[tuple[int, int]]:
 def training_rows(
     data: TrainingData, rows: Sequence[int], start_step: int, *, prefetch: int, threads: int
 ) -> Iterator[Rows]:
-    """Returns an endless iterator over these rows of each batch, beginning with `start_step` (from 0). It reads
-    ahead."""
+    """Returns an endless iterator over the rows numbered `rows` within each batch, beginning with `start_step` (from
+    0). It reads ahead."""
     row_numbers = np.asarray(rows, np.int64)
     dataset = grain.MapDataset.range(_ENDLESS).map(lambda step: data.batch(int(step), row_numbers))
     iterator = _read_ahead(dataset, prefetch, threads)
@@ -200,27 +202,29 @@ class EvaluationData:
     The last batch is padded with rows that have no targets.
     """
 
-    def __init__(self, config: Config, part: Any, split: str = "eval"):
-        self._reader = _reader(part, split, config.data)
-        self.row_count = self._reader.all_rows
+    def __init__(self, config: Config, source_data: Part, split: str = "eval"):
+        self._reader = _reader(source_data, split, config.data)
+        self.row_count = self._reader.row_count_with_partial
         """Number of rows to read."""
-        self.bytes_per_target: float | None = part.bytes_per_target(split)
+        self.bytes_per_target: float | None = source_data.bytes_per_target(split)
         """Mean UTF-8 bytes of text per target over the whole split; None if unknown."""
 
     def limit_rows(self, count: int) -> None:
         """Limits evaluation to `count` rows, which are spaced evenly over the split and always the same."""
-        self.row_count = min(count, self._reader.all_rows)
+        self.row_count = min(count, self._reader.row_count_with_partial)
 
     def batches(self, rows: Sequence[int], global_rows: int, *, prefetch: int, threads: int) -> Iterator[Rows]:
-        """Returns an iterator over these rows of each batch of `global_rows` rows. It reads ahead."""
+        """Returns an iterator over the rows numbered `rows` within each batch; a batch has `global_rows` rows. It reads
+        ahead."""
         batch_count = -(-self.row_count // global_rows)
         read = lambda batch: self._reader.read([self._row(int(batch) * global_rows + row) for row in rows])
         return _read_ahead(grain.MapDataset.range(batch_count).map(read), prefetch, threads)
 
     def _row(self, index: int) -> int:
-        """Returns the row of the split that is number `index` of the rows to read; a row past the end is padding."""
-        all_rows = self._reader.all_rows
-        return index * all_rows // self.row_count if index < self.row_count else all_rows + index
+        """Returns the number, within the split, of the `index`-th row to read. An index past the last row gives a
+        padding row."""
+        rows_in_split = self._reader.row_count_with_partial
+        return index * rows_in_split // self.row_count if index < self.row_count else rows_in_split + index
 
 
 def _read_ahead(dataset: Any, prefetch: int, threads: int) -> Iterator[Rows]:
@@ -228,15 +232,15 @@ def _read_ahead(dataset: Any, prefetch: int, threads: int) -> Iterator[Rows]:
     return iter(dataset.to_iter_dataset(options))
 
 
-def _reader(part: Any, split: str, settings: Any) -> RowReader:
-    if isinstance(part, GrainData) and part.holds_rows:
-        return DatasetRows(part.elements[split], settings)
+def _reader(source_data: Part, split: str, settings: Data) -> RowReader:
+    if isinstance(source_data, GrainData) and source_data.holds_rows:
+        return DatasetRows(source_data.elements[split], settings)
     if settings.fields:
         raise ConfigError(
-            f"data.fields: {part.path} does not provide {', '.join(sorted(settings.fields))}; only Grain datasets of "
-            "rows do (grain.elements: rows)"
+            f"data.fields: {source_data.path} does not provide {', '.join(sorted(settings.fields))}; only Grain "
+            "datasets of rows do (grain.elements: rows)"
         )
-    return make_reader(part.stream(split), settings.rows, settings.sequence_length, settings.document_mask)
+    return make_reader(source_data.stream(split), settings.rows, settings.sequence_length, settings.document_mask)
 
 
 def _check_enough_rows(order: Order, rows: dict[str, int], config: Config) -> None:
@@ -248,8 +252,8 @@ def _check_enough_rows(order: Order, rows: dict[str, int], config: Config) -> No
         rows_per_batch = -(-share * settings.global_batch_size // BLOCK)
         if count < rows_per_batch:
             raise ConfigError(
-                f"data.global_batch_size: a batch takes {rows_per_batch} rows of {name}, which has {count} of "
-                f"{settings.sequence_length} tokens; lower it, or prepare more text"
+                f"data.global_batch_size: a batch takes {rows_per_batch} rows of {name}, which has only {count} rows "
+                f"(of {settings.sequence_length} tokens each); lower data.global_batch_size, or prepare more text"
             )
         if on_end(settings, name) == "stop" and (last := order.last_step(name, steps)) < steps:
             raise ConfigError(

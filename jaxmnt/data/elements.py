@@ -197,7 +197,7 @@ class DatasetRows:
         self._elements = elements
         self._length = settings.sequence_length
         self._keeps_documents_apart = settings.keeps_documents_apart
-        self.rows = self.all_rows = len(elements)
+        self.rows = self.row_count_with_partial = len(elements)
         self._positions = np.arange(self._length, dtype=np.int32)
         self._fillers = {
             field.name: np.full(self._length, field.filler, field.dtype) for field in batch_fields(settings)

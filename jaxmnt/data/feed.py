@@ -61,7 +61,7 @@ class Feed:
         self._staged: tuple[Batch, str | None] | None = None
         self.local_rows = len(rows)
         """Number of rows of a batch that this process reads."""
-        self.reading = False
+        self.is_reading = False
         """True while `stage` waits for input. Other threads read it."""
         self.wait_seconds = 0.0
         """Seconds that the last `stage` waited for input."""
@@ -71,9 +71,9 @@ class Feed:
     def stage(self) -> None:
         """Reads the next batch and starts copying it. To be called while the devices compute a step."""
         started = time.perf_counter()
-        self.reading = True
+        self.is_reading = True
         local = next(self._source)
-        self.reading = False
+        self.is_reading = False
         self.wait_seconds = time.perf_counter() - started
         digest = self._batch_digest(local["tokens"]) if self._digest else None
         self._staged = to_devices(local, self._rows, self._global_rows, self._sharding), digest

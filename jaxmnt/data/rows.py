@@ -39,7 +39,7 @@ class Windows:
         self.document_mask = document_mask
         self.rows = stream.tokens // length
         """Number of rows in a training epoch."""
-        self.all_rows = -(-stream.tokens // length)
+        self.row_count_with_partial = -(-stream.tokens // length)
         """Number of rows that together hold every token once; the last row may be partial. Used for evaluation."""
         self._positions = np.arange(length, dtype=np.int32)[None]
         self._ones = np.ones((1, length), np.int32)
@@ -138,7 +138,7 @@ class Packed:
         self.stream = stream
         self.length = length
         self.plan: Plan = plan_rows(stream.document_starts, stream.tokens, length)
-        self.rows = self.all_rows = self.plan.rows
+        self.rows = self.row_count_with_partial = self.plan.rows
         self._places = np.arange(length, dtype=np.int32)
 
     @property

@@ -52,9 +52,9 @@ class Evaluator:
         if tokens is None:
             return
         row_limit = -(-tokens // length)  # rounded up
-        all_rows = sum(part.row_count for part in self._parts.values())
+        total_rows = sum(part.row_count for part in self._parts.values())
         for part in self._parts.values():
-            part.limit_rows(max(1, round(part.row_count * row_limit / all_rows)))
+            part.limit_rows(max(1, round(part.row_count * row_limit / total_rows)))
 
     def compile(self) -> None:
         """Compiles the evaluation if any data is held out and it is not compiled yet."""

@@ -64,7 +64,7 @@ def training_feed(data: TrainingData, program: Program, start_step: int) -> Feed
 def begin_feed(run: RunProcess, data: TrainingData, program: Program, start_step: int) -> Feed:
     """Makes the feed, and tells the watchdog how to see that the main thread waits for it."""
     feed = training_feed(data, program, start_step)
-    run.watchdog.is_reading = lambda: feed.reading
+    run.watchdog.is_reading = lambda: feed.is_reading
     return feed
 
 

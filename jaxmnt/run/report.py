@@ -133,7 +133,7 @@ def _describe_without_targets(without_targets: WithoutTargets | None) -> str:
     """
     if without_targets is None:
         return ""
-    sample = f" of {without_targets.read:,} that were read" if without_targets.is_sample else ""
+    sample = f" of {without_targets.rows_read:,} that were read" if without_targets.is_sample else ""
     return f", {without_targets.share:.1%}{sample} without targets"
 
 

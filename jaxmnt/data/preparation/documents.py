@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxmnt.data.preparation.inputs import Input, Reading
+from jaxmnt.data.preparation.inputs import Input, ReadOptions
 from jaxmnt.errors import ConfigError
 
 _MAX_NAMED = 20
@@ -93,7 +93,7 @@ class Counts:
 class Report(Counts):
     """The settings for reading a part, and counts of what happened while it was read."""
 
-    reading: Reading
+    read_options: ReadOptions
     skip_bad: bool
     """True if records that cannot be used are skipped."""
     advance: Callable[[int], None]
@@ -116,7 +116,7 @@ class Report(Counts):
     def replace_invalid(self, problem: str) -> None:
         """Counts a document in which invalid bytes are replaced. Raises `BadRecordError` if the settings do not allow
         it."""
-        if not self.reading.replace_invalid:
+        if not self.read_options.replace_invalid:
             raise BadRecordError(problem)
         self.replaced += 1
 
@@ -134,15 +134,15 @@ class Report(Counts):
         Raises `BadRecordError` if the settings do not allow leaving it out. `can_split` is True if records of this
         format can be split.
         """
-        reading = self.reading
-        if reading.long_documents == "skip":
+        read_options = self.read_options
+        if read_options.long_documents == "skip":
             self.long += 1
             return
-        problem = f"the record is longer than {reading.max_document / 2**20:g} MiB"
-        if reading.long_documents == "error":
+        problem = f"the record is longer than {read_options.max_document / 2**20:g} MiB"
+        if read_options.long_documents == "error":
             ways = "split or skip" if can_split else "skip"
             raise BadRecordError(problem, f"to allow for it: --max-document-mib, or --long-documents {ways}")
-        if reading.chat:
+        if read_options.chat:
             raise BadRecordError(f"{problem}, and a conversation cannot be split")
         advice = "to allow for it: --max-document-mib, --long-documents skip, or its text in a plain text file"
         raise BadRecordError(f"{problem}, and a JSON record cannot be split", advice)

@@ -18,7 +18,7 @@ SHARD_TOKENS = 2**26
 
 
 @dataclass(frozen=True)
-class Reading:
+class ReadOptions:
     """Settings that determine how inputs are read."""
 
     text_field: str = "text"
@@ -52,7 +52,8 @@ class Settings:
     """Token that ends a document; None for a common one."""
     train_tokenizer: int | None = None
     """Vocabulary size of a BPE tokenizer to train on the input instead; None to train none."""
-    reading: Reading = field(default_factory=Reading)
+    reading: ReadOptions = field(default_factory=ReadOptions)
+    """Settings for reading the inputs. The name is a key of the plan that a preparation writes."""
     vocab_size: int | None = None
     """Vocabulary size of token arrays without a tokenizer."""
     eval_fraction: float | None = 0.02

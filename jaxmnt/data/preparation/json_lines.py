@@ -135,7 +135,7 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 def read_lines(piece: Piece, report: Report) -> Iterator[Document]:
     """Yields the documents of the lines that begin in this range of the file."""
     with piece.file.path.open("rb") as stream:
-        lines = Lines(plain_blocks(stream, piece, report.advance), report.reading.max_document)
+        lines = Lines(plain_blocks(stream, piece, report.advance), report.read_options.max_document)
         yield from _documents(lines, piece, report)
 
 
@@ -143,7 +143,7 @@ def read_compressed(piece: Piece, report: Report) -> Iterator[Document]:
     """Yields the documents of a compressed file. Raises `ConfigError` if it is damaged."""
     file = piece.file
     with file.path.open("rb") as raw:
-        lines = Lines(compressed_blocks(file, raw, report.advance), report.reading.max_document)
+        lines = Lines(compressed_blocks(file, raw, report.advance), report.read_options.max_document)
         try:
             yield from _documents(lines, piece, report)
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from jaxmnt.data.preparation.documents import BadRecordError, Document, Report, Segment
-from jaxmnt.data.preparation.inputs import Input, Piece, Reading, damaged_parquet, open_parquet
+from jaxmnt.data.preparation.inputs import Input, Piece, ReadOptions, damaged_parquet, open_parquet
 from jaxmnt.data.preparation.records import (
     KNOWN_SHAPES,
     SHAPES,
@@ -47,7 +47,7 @@ class Column(NamedTuple):
 
     field: str
     """Top-level field of the records to which the column belongs."""
-    uncompressed: int
+    uncompressed_bytes: int
     """Size of the chunk when decompressed, in bytes."""
     start: int
     """Offset of the first page in the file, in bytes."""
@@ -170,18 +170,18 @@ def read_parquet(piece: Piece, report: Report) -> Iterator[Document]:
     """Yields the documents of the piece's row groups. Raises `ConfigError` if the file is damaged."""
     from pyarrow import ArrowException
 
-    file, reading = piece.file, report.reading
+    file, read_options = piece.file, report.read_options
     parquet = open_parquet(file)
     groups = list(range(piece.start, piece.stop))
     rows_before = sum(parquet.metadata.row_group(group).num_rows for group in range(piece.start))
-    column_names = _columns_to_read(file, parquet.schema_arrow, reading)
-    if reading.long_documents == "error":
-        _check_pages(file, parquet.metadata, groups, column_names, reading)
+    column_names = _columns_to_read(file, parquet.schema_arrow, read_options)
+    if read_options.long_documents == "error":
+        _check_pages(file, parquet.metadata, groups, column_names, read_options)
     number = 0
     mean_row_bytes = file.size // max(1, parquet.metadata.num_rows)
     try:
         for batch in parquet.iter_batches(_ROWS_PER_BATCH, row_groups=groups, columns=column_names, use_threads=False):
-            for row in _rows_of(batch, reading):
+            for row in _rows_of(batch, read_options):
                 number += 1
                 report.advance(mean_row_bytes)
                 try:
@@ -193,20 +193,20 @@ def read_parquet(piece: Piece, report: Report) -> Iterator[Document]:
     report.records[file.number] = number
 
 
-def _columns_to_read(file: Input, schema: Any, reading: Reading) -> list[str]:
+def _columns_to_read(file: Input, schema: Any, read_options: ReadOptions) -> list[str]:
     """Returns the names of the columns to read. Raises `ConfigError` if one is missing, or has the wrong type."""
     names = schema.names
-    columns = f"its columns: {names_of(names)}"
-    if reading.chat:
-        column_names = fields_to_read(names, reading)
+    columns_text = f"its columns: {names_of(names)}"
+    if read_options.chat:
+        column_names = fields_to_read(names, read_options)
         if set(SHAPES).isdisjoint(column_names):
-            raise ConfigError(f"--input: {file.printable_path} has no column {KNOWN_SHAPES}; {columns}")
+            raise ConfigError(f"--input: {file.printable_path} has no column {KNOWN_SHAPES}; {columns_text}")
         return column_names
-    field = reading.text_field
+    field = read_options.text_field
     if field not in names:
         advice = conversation_advice(names)
         raise ConfigError(
-            f"--input: {file.printable_path} has no column {printable(field)}; {columns}{advice and '; ' + advice}"
+            f"--input: {file.printable_path} has no column {printable(field)}; {columns_text}{advice and '; ' + advice}"
         )
     kind = schema.types[names.index(field)]
     if not _is_text(kind):
@@ -217,10 +217,12 @@ def _columns_to_read(file: Input, schema: Any, reading: Reading) -> list[str]:
     return [field]
 
 
-def _check_pages(file: Input, metadata: Any, groups: list[int], column_names: list[str], reading: Reading) -> None:
+def _check_pages(
+    file: Input, metadata: Any, groups: list[int], column_names: list[str], read_options: ReadOptions
+) -> None:
     """Raises `ConfigError` for a page that needs too much memory, because even a small file may hold a very large
     cell."""
-    limit = max(2 * reading.max_document, _MIN_PAGE_LIMIT)
+    limit = max(2 * read_options.max_document, _MIN_PAGE_LIMIT)
     large_groups = [group for group in groups if metadata.row_group(group).total_byte_size > limit]
     if not large_groups:
         return
@@ -228,7 +230,7 @@ def _check_pages(file: Input, metadata: Any, groups: list[int], column_names: li
         with file.path.open("rb") as stream:
             for group, columns in zip(large_groups, columns_of(file.path, large_groups), strict=True):
                 large_columns = [
-                    column for column in columns if column.field in column_names and column.uncompressed > limit
+                    column for column in columns if column.field in column_names and column.uncompressed_bytes > limit
                 ]
                 size = max((largest_page(stream, column) for column in large_columns), default=0)
                 if size > limit:
@@ -243,27 +245,27 @@ def _check_pages(file: Input, metadata: Any, groups: list[int], column_names: li
         raise damaged_parquet(file, error) from error
 
 
-def _rows_of(batch: Any, reading: Reading) -> Iterator[Any]:
+def _rows_of(batch: Any, read_options: ReadOptions) -> Iterator[Any]:
     """Returns the rows of a batch, which are not decoded yet.
 
     Text is returned as bytes, because Parquet does not guarantee that it is UTF-8.
     """
-    if reading.chat:
+    if read_options.chat:
         return (batch.slice(row, 1) for row in range(len(batch)))
     return (value.as_py() for value in _as_bytes(batch.column(0)))
 
 
 def _documents(row: Any, number: int, file: Input, report: Report) -> Iterator[Document]:
     """Yields the documents in a row that `_rows_of` returned. Raises `BadRecordError` if the row cannot be used."""
-    reading = report.reading
-    size = row.nbytes if reading.chat else len(row or b"")
-    if size <= reading.max_document:
-        record = _conversation(row) if reading.chat else {reading.text_field: row}
+    read_options = report.read_options
+    size = row.nbytes if read_options.chat else len(row or b"")
+    if size <= read_options.max_document:
+        record = _conversation(row) if read_options.chat else {read_options.text_field: row}
         yield from documents_of(record, number, file, report)
-    elif reading.long_documents == "split" and not reading.chat:
+    elif read_options.long_documents == "split" and not read_options.chat:
         yield from _split(row, number, file, report)
     else:
-        report.leave_out_long(can_split=not reading.chat)
+        report.leave_out_long(can_split=not read_options.chat)
 
 
 def _conversation(row: Any) -> Any:
@@ -280,13 +282,13 @@ def _split(text: bytes, number: int, file: Input, report: Report) -> Iterator[Do
 
     Raises `BadRecordError` for bytes that are not UTF-8, unless they are to be replaced.
     """
-    size = report.reading.max_document
+    size = report.read_options.max_document
     valid_bytes = 0
     try:
         for _, stop in _pieces(text, size, "strict"):
             valid_bytes = stop
     except UnicodeDecodeError as error:
-        where = f"at byte {valid_bytes + error.start} of {printable(report.reading.text_field)}"
+        where = f"at byte {valid_bytes + error.start} of {printable(report.read_options.text_field)}"
         report.replace_invalid(f"not valid UTF-8 {where}")
     report.split += 1
     key = b""

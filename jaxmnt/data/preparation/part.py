@@ -95,7 +95,7 @@ class ShardWriter:
     def __init__(self, job: Job, split: str, part: int, attempt: Attempt):
         self._job, self._split, self._part, self._attempt = job, split, part, attempt
         self._shards: list[dict[str, Any]] = []
-        self._open: dict[str, NpyWriter] = {}
+        self._open_writers: dict[str, NpyWriter] = {}
         """The open files of the current shard by kind: `tokens`, and `learn` for conversations."""
         self._starts, self._origins = array("q"), array("q")
         self.counts = np.zeros(job.settings.reading.vocab_size, np.int64)
@@ -132,20 +132,20 @@ class ShardWriter:
 
     def close(self) -> dict[str, Any]:
         """Publishes the last shard, and returns the entry of the split for the record of the part."""
-        if self._open:
+        if self._open_writers:
             self._close_shard()
         totals = {name: sum(shard[name] for shard in self._shards) for name in ("documents", "tokens")}
         return totals | {"targets": self._targets, "text_bytes": self._text_bytes, "shards": self._shards}
 
     def _current_shard(self) -> dict[str, NpyWriter]:
         """Returns the files of a shard that has room for at least one token. Begins a new shard if necessary."""
-        if self._open and self._open["tokens"].length >= self._job.settings.shard_tokens:
+        if self._open_writers and self._open_writers["tokens"].length >= self._job.settings.shard_tokens:
             self._close_shard()
-        if not self._open:
-            self._open = {"tokens": self._writer("tokens", self._job.dtype)}
+        if not self._open_writers:
+            self._open_writers = {"tokens": self._writer("tokens", self._job.dtype)}
             if self._job.settings.reading.chat:
-                self._open["learn"] = self._writer("learn", np.dtype(np.uint8))
-        return self._open
+                self._open_writers["learn"] = self._writer("learn", np.dtype(np.uint8))
+        return self._open_writers
 
     def _close_shard(self) -> None:
         starts = self._writer("documents", np.dtype(np.int64))
@@ -153,11 +153,11 @@ class ShardWriter:
         # Records are numbered from the start of the part. plan.commit adds the number of records in earlier parts.
         origins = np.array(self._origins, np.int64).reshape(-1, 2)
         save_array(self._job.origins_path(self._split, self._name), origins, self._attempt)
-        files = self._open | {"documents": starts}
+        files = self._open_writers | {"documents": starts}
         digests = {self._file(kind): file.close() for kind, file in files.items()}
-        tokens = self._open["tokens"].length
+        tokens = self._open_writers["tokens"].length
         self._shards.append({"name": self._name, "tokens": tokens, "documents": len(self._starts), "sha256": digests})
-        self._open, self._starts, self._origins = {}, array("q"), array("q")
+        self._open_writers, self._starts, self._origins = {}, array("q"), array("q")
 
     @property
     def _name(self) -> str:
@@ -249,9 +249,9 @@ COUNTED = [field.name for field in fields(Counts)]
 
 def prepare_part(job: Job, part: Part, tokenizer: Tokenizer | None, advance: Callable[[int], None]) -> None:
     """Prepares a part. Raises `ConfigError` for invalid input, and `OSError` if the output cannot be written."""
-    reading = job.settings.reading
+    read_options = job.settings.reading
     attempt = Attempt(job.work)
-    report = Report(reading=reading, skip_bad=job.settings.skip_bad, advance=advance)
+    report = Report(read_options=read_options, skip_bad=job.settings.skip_bad, advance=advance)
     writers = {split: ShardWriter(job, split, part.number, attempt) for split in SPLITS}
     try:
         documents = (
@@ -264,8 +264,8 @@ def prepare_part(job: Job, part: Part, tokenizer: Tokenizer | None, advance: Cal
             for tokens, learn in encoded:
                 writer.add(tokens, learn)
             if not document.closed:
-                assert reading.end_id is not None
-                writer.add(np.array([reading.end_id]), document.end_is_target)
+                assert read_options.end_id is not None
+                writer.add(np.array([read_options.end_id]), document.end_is_target)
         # The record is published last, because it marks the part as done.
         splits = {split: writer.close() for split, writer in writers.items()}
         save_array(job.counts_path(part.number), np.stack([writer.counts for writer in writers.values()]), attempt)
@@ -294,7 +294,7 @@ def _count_text(document: Document, writer: ShardWriter) -> Document:
 def documents_with_split(job: Job, part: Part) -> Iterator[tuple[str, Document]]:
     """Yields the split, `train` or `eval`, and the document, for each document of a part. Skips records that cannot be
     used."""
-    report = Report(reading=job.settings.reading, skip_bad=True, advance=lambda count: None)
+    report = Report(read_options=job.settings.reading, skip_bad=True, advance=lambda count: None)
     for document in read_part(part, report):
         yield split_of(document, job.settings), document
 

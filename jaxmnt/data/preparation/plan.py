@@ -339,23 +339,23 @@ def _manifest(
 ) -> dict[str, Any]:
     """Returns the manifest, without its seal. The other files of the output must be complete."""
     names = [name for name in (SOURCES, TOKENIZER_FILE) if (job.output / name).exists()]
-    reading = job.settings.reading
-    counts = np.zeros((len(SPLITS), reading.vocab_size), np.int64)
+    read_options = job.settings.reading
+    counts = np.zeros((len(SPLITS), read_options.vocab_size), np.int64)
     for part in job.parts:  # one after another, because each array is as large as the vocabulary
         counts += read_array(job.counts_path(part.number), *counts.shape)
     # Older versions did not write these counts, so leave them out if they are 0.
     rare_counts = {name: getattr(summary, name) for name in ("long", "without_targets") if getattr(summary, name)}
-    description = {"name": NAMELESS, "end_of_document": reading.end_id}
+    description = {"name": NAMELESS, "end_of_document": read_options.end_id}
     if tokenizer is not None:
         description = tokenizer.description
     return {
         "format": FORMAT,
         "version": VERSION,
         "tokenizer": description,
-        "vocab_size": reading.vocab_size,
+        "vocab_size": read_options.vocab_size,
         "largest_id": int(np.flatnonzero(counts.any(axis=0))[-1]),
         "dtype": str(job.dtype),
-        "learn_mask": reading.chat,
+        "learn_mask": read_options.chat,
         "eval_fraction": job.settings.eval_fraction,
         "unigram_nats": {split: _unigram_nats(counts[0], counts[n]) for n, split in enumerate(SPLITS)},
         "bytes_per_target": {split: _bytes_per_target(records, split) for split in SPLITS},

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxmnt.data.preparation.documents import BadRecordError, Document, Report, Segment, kind_of
-from jaxmnt.data.preparation.inputs import Input, Reading
+from jaxmnt.data.preparation.inputs import Input, ReadOptions
 from jaxmnt.errors import printable, shortened
 
 
@@ -33,8 +33,8 @@ def documents_of(record: Any, number: int, file: Input, report: Report) -> Itera
 
     Raises `BadRecordError` if the record cannot be used.
     """
-    if report.reading.chat:
-        segments, end_is_target = conversation_of(record, report.reading)
+    if report.read_options.chat:
+        segments, end_is_target = conversation_of(record, report.read_options)
     else:
         segments, end_is_target = [Segment(_text_field_of(record, report))], True
     if not any(segment.content for segment in segments):
@@ -70,7 +70,7 @@ def _without_surrogates(text: str | np.ndarray) -> str:
 
 
 def _text_field_of(record: Any, report: Report) -> str:
-    field = report.reading.text_field
+    field = report.read_options.text_field
     if not isinstance(record, dict):
         raise BadRecordError("a record must be an object with fields")
     if field not in record:
@@ -160,25 +160,25 @@ class Conversation(NamedTuple):
     """True if the end of the document is a target, which it is only after an answer that is a target."""
 
 
-def conversation_of(record: Any, reading: Reading) -> Conversation:
+def conversation_of(record: Any, read_options: ReadOptions) -> Conversation:
     """Returns the conversation in a record.
 
     Raises `BadRecordError` if the record has no known shape, or has a field that cannot be rendered.
     """
     if not isinstance(record, dict):
         raise BadRecordError(f"a record must be an object with {KNOWN_SHAPES}")
-    fields = {name: value for name, value in record.items() if name not in reading.ignored_fields}
+    fields = {name: value for name, value in record.items() if name not in read_options.ignored_fields}
     shape = next((name for name in SHAPES if fields.get(name) is not None), None)
     if shape == "prompt" and isinstance(fields["prompt"], str):
         return _prompt_and_completion(fields)
     if shape in _TURN_SHAPES:
         rendered = [shape]
-        turns = _turns(fields, shape, reading)
+        turns = _turns(fields, shape, read_options)
     elif shape == "instruction":
         rendered = ["instruction", "input", "output", "history"]
         turns = _instruction_turns(fields)
     elif shape == "prompt" and isinstance(fields.get("completion"), list):
-        prompt, completion = (_turns(fields, field, reading) for field in ("prompt", "completion"))
+        prompt, completion = (_turns(fields, field, read_options) for field in ("prompt", "completion"))
         rendered = ["prompt", "completion"]
         turns = [*(turn._replace(learn=False) for turn in prompt), *completion]
     else:
@@ -188,10 +188,12 @@ def conversation_of(record: Any, reading: Reading) -> Conversation:
     return Conversation(_as_chatml(turns), turns[-1].learn)
 
 
-def fields_to_read(names: Iterable[str], reading: Reading) -> list[str]:
+def fields_to_read(names: Iterable[str], read_options: ReadOptions) -> list[str]:
     """Returns, in order, the fields of a record that must be read, which are all except ignored fields and metadata."""
     return [
-        name for name in names if name not in reading.ignored_fields and not _METADATA_FIELDS.fullmatch(name.lower())
+        name
+        for name in names
+        if name not in read_options.ignored_fields and not _METADATA_FIELDS.fullmatch(name.lower())
     ]
 
 
@@ -209,7 +211,7 @@ def _missing_fields(fields: Mapping[str, Any]) -> BadRecordError:
     return BadRecordError(f"needs {KNOWN_SHAPES} as text; its fields: {names}")
 
 
-def _turns(record: Mapping[str, Any], field: str, reading: Reading) -> list[Turn]:
+def _turns(record: Mapping[str, Any], field: str, read_options: ReadOptions) -> list[Turn]:
     """Returns the turns in a field of a record. Raises `BadRecordError` if one of them is invalid."""
     messages = record[field]
     shape = _TURN_SHAPES.get(field, _MESSAGES)
@@ -217,13 +219,13 @@ def _turns(record: Mapping[str, Any], field: str, reading: Reading) -> list[Turn
         raise BadRecordError(f"{field} is {kind_of(messages)}; it must be a list")
     if not messages:
         raise BadRecordError(f"{field} must be a list with at least one {shape.turn}")
-    return [_turn(message, f"{shape.turn} {number}", shape, reading) for number, message in enumerate(messages, 1)]
+    return [_turn(message, f"{shape.turn} {number}", shape, read_options) for number, message in enumerate(messages, 1)]
 
 
-def _turn(message: Any, where: str, shape: _Shape, reading: Reading) -> Turn:
+def _turn(message: Any, where: str, shape: _Shape, read_options: ReadOptions) -> Turn:
     if not isinstance(message, dict):
         raise BadRecordError(f"{where} is {kind_of(message)}; it must be an object")
-    fields = {name: value for name, value in message.items() if name not in reading.ignored_fields}
+    fields = {name: value for name, value in message.items() if name not in read_options.ignored_fields}
     role_name = fields.get(shape.role)
     if not isinstance(role_name, str) or role_name not in shape.roles:
         *first_roles, last_role = shape.roles
@@ -304,7 +306,9 @@ def _add_system_prompt(system: Any, turns: list[Turn]) -> list[Turn]:
     if turns[0].role != "system":
         return [Turn("system", content, False), *turns]
     if turns[0].content != content:
-        raise BadRecordError("has one system prompt in its field system and another in its first turn; remove one")
+        raise BadRecordError(
+            "has one system prompt in its field 'system' and another in its first turn; remove one of them"
+        )
     return turns
 
 
@@ -336,7 +340,7 @@ def _is_empty(value: Any) -> bool:
 
 
 def _repeats(name: str, value: Any, texts: Collection[str]) -> bool:
-    """Returns True if a field only repeats the text of a turn, or is a field `text` that contains those of all
+    """Returns True if a field only repeats the text of one turn, or is named `text` and contains the texts of all
     turns."""
     if not isinstance(value, str):
         return False

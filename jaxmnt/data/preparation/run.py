@@ -268,8 +268,8 @@ def _with_vocabulary(job: Job, tokenizer: Tokenizer | None) -> Job:
         raise ConfigError(f"--vocab-size: {vocab_size} must be from 2 to {MAX_VOCABULARY}")
     if end_id is not None and not 0 <= end_id < vocab_size:
         raise ConfigError(f"--end-id: {end_id} is not one of the vocabulary's ids, which are 0 to {vocab_size - 1}")
-    reading = replace(settings.reading, end_id=end_id, vocab_size=vocab_size)
-    return replace(job, settings=replace(settings, reading=reading))
+    read_options = replace(settings.reading, end_id=end_id, vocab_size=vocab_size)
+    return replace(job, settings=replace(settings, reading=read_options))
 
 
 def _prepare_parts(job: Job, tokenizer: Tokenizer | None, progress: Progress) -> None:

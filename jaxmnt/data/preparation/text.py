@@ -90,8 +90,8 @@ def read_tokens(piece: Piece, report: Report) -> Iterator[Document]:
 
     The position of a document decides whether it is held out, so a changed token does not move it to the other split.
     """
-    file, end_id = piece.file, report.reading.end_id
-    array = open_tokens(file, f"u{report.reading.token_bytes}")
+    file, end_id = piece.file, report.read_options.end_id
+    array = open_tokens(file, f"u{report.read_options.token_bytes}")
     if end_id is None:
         report.records[file.number] = int(piece.start == 0)
         segments = (
@@ -122,7 +122,7 @@ def _split_key(file: Input, start: int) -> bytes:
 def _segment(file: Input, array: np.ndarray, start: int, stop: int, report: Report) -> Segment:
     """Returns the elements from `start` to `stop`. Raises `ConfigError` for an id that is not in the vocabulary."""
     tokens = array[start:stop]
-    vocab_size = report.reading.vocab_size
+    vocab_size = report.read_options.vocab_size
     invalid = np.flatnonzero((tokens < 0) | (tokens >= vocab_size))
     if len(invalid):
         raise ConfigError(
