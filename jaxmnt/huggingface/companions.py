@@ -22,7 +22,7 @@ from jaxmnt.storage import StoragePath, publish_bytes, read
 SUBFOLDER = "huggingface"
 GENERATION_CONFIG = "generation_config.json"
 
-_BYTES = RunTokenizer(Bytes().description, Bytes.vocab_size, None)
+_BYTE_TOKENIZER = RunTokenizer(Bytes().description, Bytes.vocab_size, None)
 
 Files = dict[str, bytes]
 """The contents of files, by file name."""
@@ -64,7 +64,7 @@ def bytes_tokenizer(folder: Folder, vocab_size: int) -> RunTokenizer | None:
             f"{folder.path / CONFIG}: {TOKENIZER_KEY} is {BYTES}, which has {Bytes.vocab_size} ids, but the "
             f"vocabulary of the model has {vocab_size} rows; remove the key"
         )
-    return _BYTES
+    return _BYTE_TOKENIZER
 
 
 def match_tokenizer(files: Files, tokenizer: RunTokenizer) -> Files:
@@ -82,7 +82,7 @@ def _tokenizer_in(files: Files) -> RunTokenizer | None:
     if text is not None:
         return tokenizer_from_json(text.decode(), vocab_size=0)
     uses_byte_tokenizer = CONFIG in files and json.loads(files[CONFIG]).get(TOKENIZER_KEY) == BYTES
-    return _BYTES if uses_byte_tokenizer else None
+    return _BYTE_TOKENIZER if uses_byte_tokenizer else None
 
 
 def with_end_token(files: Files, tokenizer: RunTokenizer) -> Files:

@@ -84,7 +84,7 @@ class Folder:
                 tensors[our_name] = StoredTensor(file, shape, DTYPES[dtype_code], begin)
         return tensors
 
-    def check(self, definition: Definition) -> tuple[Parts, dict[str, StoredTensor]]:
+    def match_tensors(self, definition: Definition) -> tuple[Parts, dict[str, StoredTensor]]:
         """Returns the tensors of each parameter, by its name in a checkpoint, and where the files store each tensor, by
         the tensor's name. Raises `ConfigError` for a tensor that is missing, unexpected or of another shape."""
         parts = parts_of(definition)

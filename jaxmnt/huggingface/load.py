@@ -55,7 +55,7 @@ def load_parameters(path: Path, definition: Definition, abstract: Params, identi
     reader = None
     try:
         folder = Folder(path, "run.init_from")
-        parts, stored = folder.check(definition)
+        parts, stored = folder.match_tensors(definition)
         reader, failure = _Reader(folder, stored), None
     except UserError as error:
         failure = error

@@ -51,7 +51,7 @@ def make_run(folder: Folder, out: Path, dtype: str, report_progress: Callable[[s
     vocab_size = config.model.vocab_size
     assert vocab_size is not None
     definition = define(build_family(config.model, vocab_size))
-    parts_by_parameter, stored_tensors = folder.check(definition)
+    parts_by_parameter, stored_tensors = folder.match_tensors(definition)
     folder.check_tied_head(definition.family)
     tokenizer = _read_tokenizer(folder, vocab_size)
     path = out / CHECKPOINTS / str(STEP)
@@ -85,7 +85,10 @@ def _run_config(folder: Folder, out: Path, dtype: str) -> Config:
     settings = read_config(folder.config, str(folder.path / CONFIG))
     hf_format = family_class(settings["family"]).hugging_face
     assert hf_format is not None
-    text_config = folder.config.get(hf_format.nested[1], folder.config) if hf_format.nested else folder.config
+    text_config = folder.config
+    if hf_format.nested:
+        _, config_key = hf_format.nested
+        text_config = folder.config.get(config_key, folder.config)
     default = hf_format.assumed.get("max_position_embeddings", _DEFAULT_SEQUENCE_LENGTH)
     sequence_length = settings.get("max_positions", text_config.get("max_position_embeddings", default))
     return parse_config(

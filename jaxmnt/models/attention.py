@@ -14,7 +14,7 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxmnt.config.model import Model
-from jaxmnt.models.contract import LayerContext
+from jaxmnt.models.contract import SHARED_ROTARY, LayerContext
 from jaxmnt.models.layers import RMSNorm, weight
 from jaxmnt.models.projections import project_gathered, project_scattered
 from jaxmnt.models.rotary import Angles, rotate
@@ -66,13 +66,13 @@ class Attention(nnx.Module):
     # Families override the following attributes and methods.
 
     head_norm_offset: float | None = None
-    """Offset of the RMSNorm of each head's query and key, whose scales all heads share; None if there is no such
-    norm."""
+    """Offset of the RMSNorm that is applied to each head's query and key; all heads share its scales. None if there is
+    no such norm."""
     window: int | None = None
     """Maximum number of tokens that a query sees, including its own; None: its own and all before it."""
     projects_all_keys = False
-    """If True, `adjust` receives the keys of all heads whose weights this device has, not only of those that it
-    needs."""
+    """If True, `adjust` receives the keys of all heads whose weights this device holds, and not only of the heads that
+    this device computes."""
 
     def adjust(
         self, q_BLHK: Array, k_BLGK: Array, v_BLGK: Array, device_heads: "KVHeads"
@@ -84,7 +84,7 @@ class Attention(nnx.Module):
 
     def angles(self, context: LayerContext) -> Angles | None:
         """Returns the rotary tables for queries and keys; None if they are not rotated."""
-        return context.rotary[""]
+        return context.rotary[SHARED_ROTARY]
 
     def options(self) -> dict[str, Any]:
         """Returns the keyword arguments for `kernels.attend`."""

@@ -174,13 +174,13 @@ def _sinks_by_group(sinks_H: Array, like_NRLK: Array) -> Array:
     return jnp.tile(sinks_H.astype(jnp.float32).reshape(groups, group_size), (rows // groups, 1))[..., None]
 
 
-def _product(x_NRQA: Array, y: Array, contracted_dimension: int) -> Array:
-    """Returns the float32 product of x and y for each N. The last dimension of x is contracted with y's dimension
-    `contracted_dimension`, 1 or 2."""
+def _product(x_NRQA: Array, y_NJK: Array, contracted_dimension: int) -> Array:
+    """Returns the float32 product of x and y for each N. The last dimension of x, A, is contracted with y's dimension
+    `contracted_dimension`: 1, if A is J, or 2, if A is K."""
     rows, group_size, queries, size = x_NRQA.shape
-    x = x_NRQA.astype(y.dtype).reshape(rows, group_size * queries, size)
+    x = x_NRQA.astype(y_NJK.dtype).reshape(rows, group_size * queries, size)
     dimensions = (((2,), (contracted_dimension,)), ((0,), (0,)))
-    product = jax.lax.dot_general(x, y, dimensions, preferred_element_type=jnp.float32)
+    product = jax.lax.dot_general(x, y_NJK, dimensions, preferred_element_type=jnp.float32)
     return product.reshape(rows, group_size, queries, -1)
 
 
@@ -194,7 +194,7 @@ def _sum_over_queries(x_NRQK: Array, y_NRQJ: Array) -> Array:
 
 
 def _add_at(sums_NKL: Array, first_key: Any, new_NKJ: Array) -> Array:
-    """Returns the sums over all keys, with those of the block that begins at `first_key` added."""
+    """Returns the per-key sums, with those of the block of keys that begins at `first_key` added."""
     size = new_NKJ.shape[-1]
     if size == sums_NKL.shape[-1]:
         return sums_NKL + new_NKJ

@@ -46,6 +46,10 @@ class Buffer(nnx.Variable[Array]):
     for parameters, but axes that are stored in pieces and gathered for use (such as `embed`) are not allowed."""
 
 
+SHARED_ROTARY = ""
+"""Name of the rotary tables in a family whose layers all use the same tables."""
+
+
 class LayerContext(NamedTuple):
     """The inputs of a layer other than its activations, for one microbatch."""
 
@@ -216,7 +220,7 @@ class Family(ABC):
         """Returns the rotary tables, by the names under which layers look them up in their context."""
         config = self.config
         assert config.head_dim
-        return {"": rotary_angles(positions_BL, config.head_dim, config.rope_theta, config.rope_scaling)}
+        return {SHARED_ROTARY: rotary_angles(positions_BL, config.head_dim, config.rope_theta, config.rope_scaling)}
 
     def embed(
         self,

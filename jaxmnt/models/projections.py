@@ -65,11 +65,12 @@ def project_gathered(
     return tuple(project(x_BLD, weight, weight_heads) for weight, weight_heads in pairs)
 
 
-def project_scattered(x: Array, weight: Array, placement: Placement, split: str) -> Array:
+def project_scattered(x: Array, weight: Array, placement: Placement, summed_axis: str) -> Array:
     """Returns [B, S, D], the product of x [B, L, *in] and a weight [*in, D], summed over devices and scattered along
-    the length. This is the way out of attention and MLP. The logical axis `split` divides `in` among devices."""
-    if placement.overlap != "ring" or not placement.mesh_axes(split):
-        return scatter_sequence(project(x, weight), placement, split)
+    the length. This is the way out of attention and MLP. `summed_axis` is the logical axis along which `in` is
+    divided among devices."""
+    if placement.overlap != "ring" or not placement.mesh_axes(summed_axis):
+        return scatter_sequence(project(x, weight), placement, summed_axis)
     mode = _choose_mode(x, weight, None, placement.num_shards("sequence"))
     return _scatter_ring(mode, placement, x, weight)
 

@@ -181,16 +181,18 @@ def gather_sequence(x_BSD: Array, placement: Placement, axis: str = "sequence") 
     return checkpoint_name(gather(x_BSD), WHOLE_SEQUENCE)
 
 
-def scatter_sequence(x_BLD: Array, placement: Placement, split: str, axis: str = "sequence") -> Array:
-    """Sums or slices an array [B, L, D] to this device's piece [B, S, D], at the output of attention and MLP. `split`
-    is the logical axis that was summed over. If the mesh splits it, the array is partial and becomes split; otherwise
-    the array is replicated and becomes split. If devices have whole rows (`with_whole_rows`), a partial array becomes
-    replicated."""
+def scatter_sequence(x_BLD: Array, placement: Placement, summed_axis: str, axis: str = "sequence") -> Array:
+    """Sums or slices an array [B, L, D] to this device's piece [B, S, D], at the output of attention and MLP.
+
+    `summed_axis` is the logical axis that the preceding product or lookup summed over. If the mesh splits that axis,
+    the array is partial and is summed and scattered; otherwise it is replicated and is sliced. If the length is not
+    split at all (as after `with_whole_rows`), a partial array is summed and becomes replicated.
+    """
     mesh_axes = placement.mesh_axes(axis)
     if not mesh_axes:
         # The sum over pipeline stages, which may also split the vocabulary, is a separate call of `sum_over_stages`.
-        return _sum(x_BLD, tuple(name for name in placement.mesh_axes(split) if name != STAGE_AXIS))
-    if not placement.mesh_axes(split):
+        return _sum(x_BLD, tuple(name for name in placement.mesh_axes(summed_axis) if name != STAGE_AXIS))
+    if not placement.mesh_axes(summed_axis):
         return local_shard(x_BLD, placement, axis)
     scatter = _with_transpose(functools.partial(_sum_and_scatter, mesh_axes), functools.partial(_gather, mesh_axes))
     return checkpoint_name(scatter(x_BLD), SCATTERED)

@@ -15,7 +15,7 @@ from jaxmnt.strict_json import json_text
 FORMAT = 1
 """Version of the file's format."""
 CPU = "cpu"
-"""JAX's name of CPU devices."""
+"""JAX's name for CPU devices."""
 
 
 class _Part(BaseModel):
@@ -25,7 +25,7 @@ class _Part(BaseModel):
 
 
 class Products(_Part):
-    """FLOP/s of matrix products [m, k] × [k, n], where m, n and k each take all sizes."""
+    """FLOP/s of matrix products [m, k] × [k, n], for all combinations of m, n and k from `sizes`."""
 
     dtype: str
     gradient: bool
@@ -39,9 +39,9 @@ class Attention(_Part):
     """Rates of attention in long rows. They count only the pairs that a causal mask leaves."""
 
     forward: PositiveFloat
-    """FLOP/s in forward."""
+    """FLOP/s in the forward pass."""
     backward: PositiveFloat
-    """FLOP/s in backward."""
+    """FLOP/s in the backward pass."""
     half_length: float
     """The row length at which attention attains half of these rates."""
 
@@ -63,7 +63,7 @@ class Calibration(_Part):
 
     format: PositiveInt = FORMAT
     kind: str
-    """JAX's name of the device."""
+    """JAX's name for the device."""
     devices: PositiveInt
     hosts: PositiveInt
     date: str

@@ -14,7 +14,7 @@ class Chip:
     bandwidths in bytes per second, and the clock in GHz."""
 
     kind: str
-    """JAX's name of the device."""
+    """JAX's name for the device."""
     memory: int
     capability: tuple[int, int]
     """CUDA compute capability."""

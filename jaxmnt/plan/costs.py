@@ -152,7 +152,7 @@ def _dimension_numbers(pattern: str, line: str) -> list[int]:
 
 def _attention_flops(line: str, width: int, *, backward: bool) -> tuple[float, int]:
     """Returns (FLOPs, row length) of cuDNN's fused attention. It has two products of queries with keys or values in
-    forward and five in backward, and only pairs that the mask leaves count."""
+    the forward pass and five in the backward pass, and only pairs that the mask leaves count."""
     shape = re.search(r'"intermediate_tensor_shape":.*?"dimensions":\s*\[([^\]]*)\]', line)
     assert shape is not None, "a call of cuDNN's attention has the shape of its scores"
     batch, heads, queries, keys = (int(size) for size in re.findall(r"\d+", shape.group(1)))

@@ -150,11 +150,12 @@ def estimate_memory(
     multiples: Multiples | None = None,
     loss_chunk: float = 2**28,
 ) -> Memory:
-    """Estimates the peak of a step's memory, which occurs in backward, the loss, the embedding's gradient, or a save.
+    """Estimates the peak of a step's memory, which occurs in the backward pass, the loss, the embedding's gradient, or
+    a save.
 
     `row_residuals` are the bytes that a row saves in all layers (`ResidualBytes`), and `row_residuals_without_remat`
-    the bytes that it would save if backward recomputed nothing. `loss_chunk` is the size of a chunk of logits in bytes.
-    The default of `multiples` is those of the scheme's kind of program.
+    the bytes that it would save if the backward pass recomputed nothing. `loss_chunk` is the size of a chunk of logits
+    in bytes. The default of `multiples` is those of the scheme's kind of program.
     """
     multiples = multiples or multiples_of(kind_of(scheme))
     stages = scheme.pipeline

@@ -32,7 +32,8 @@ class AchievedShares(NamedTuple):
     float8: float
     """Share of the float8 peak that matrix products attain."""
     attention: float
-    """Share of the bfloat16 peak that attention attains in forward, if only pairs that the mask leaves count."""
+    """Share of the bfloat16 peak that attention attains in the forward pass, if only pairs that the mask leaves
+    count."""
     link: float
     """Share of NVLink's bandwidth that collectives attain."""
 
@@ -145,7 +146,7 @@ class Rates:
     to_host: float
     """Bytes per second between the device and its host's memory."""
     attention_backward: float = 0.0
-    """FLOP/s of attention in backward; 0 if it is the same as `attention`."""
+    """FLOP/s of attention in the backward pass; 0 if it is the same as `attention`."""
     cores: int = 0
     """Number of multiprocessors over which tiles are spread; 0 to ignore tiles."""
     depth: float = 0.0

@@ -36,7 +36,7 @@ from jaxmnt.training.spec import Batch, StepSpec
 from jaxmnt.training.stage import Layers, Pass, PrefetchedLayers, Rows, microbatch_rows
 from jaxmnt.training.state import abstract_state
 from jaxmnt.training.trained import select_trained
-from jaxmnt.training.weights import BY_ZERO, Weights
+from jaxmnt.training.weights import WEIGHTS_BY_ZERO, Weights
 
 FORWARD, BACKWARD, LOSS, EMBED, EMBED_BACKWARD = "stage_forward", "stage_backward", "loss", "enter", "leave"
 """The scopes in the compiled program for phases that a condition may skip. `LOSS`, `EMBED` and `EMBED_BACKWARD` are
@@ -210,7 +210,7 @@ def prepare_step(
     row_keys: RowKeys = lambda _: None,
 ) -> Step:
     """Returns this device's part of a step. Weights that are gathered once per step are gathered here."""
-    weights = BY_ZERO[spec.zero](spec, params)
+    weights = WEIGHTS_BY_ZERO[spec.zero](spec, params)
     stage = 0 if schedule.stages == 1 else collectives.stage_index()
     split_into_microbatches = lambda field: field.reshape(-1, spec.microbatch_rows, *field.shape[1:])
     fields = jax.tree.map(split_into_microbatches, batch)

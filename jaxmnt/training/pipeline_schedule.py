@@ -158,7 +158,8 @@ def build_schedule(name: str, stages: int, microbatches: int, chunks: int = 1) -
     entries = list(_first_stage_entries(stages, microbatches, chunks))
     # Backward begins after all forwards, or in the tick in which the first loss is computed.
     first_backward_tick = entries[-1][0] + stages if name == "gpipe" else stages * chunks - 1
-    # Work moves one stage per tick, from the first stage to the last in forward and the other way in backward.
+    # Work moves one stage per tick, from the first stage to the last in the forward pass, and the other way in the
+    # backward pass.
     forward = [(tick + stage, stage, work) for tick, work in entries for stage in range(stages)]
     backward = []
     if name != "forward":

@@ -81,8 +81,8 @@ class StepSpec:
     @property
     def prefetch(self) -> bool:
         """True if a layer's weights are gathered while the previous layer computes, and its gradients are reduced while
-        the layer that follows it in backward computes. On CPUs it is True only if the config requests it, because
-        communication blocks the device anyway."""
+        the layer that follows it in the backward pass computes. On CPUs it is True only if the config requests it,
+        because communication blocks the device anyway."""
         mesh, placement = self.config.mesh, self.placement
         if mesh.prefetch is False or self.zero < 3 or placement.stages > 1:
             return False

@@ -66,12 +66,16 @@ class GatheredOnce(Weights):
         return params
 
     def _gather_all(self, name: str, stored_params: Params) -> Params:
-        """Returns the whole weights of a group or an end of the model. Layers are gathered one after another, because
-        XLA would gather a whole stack with the gathered dimension first and then copy the stack into row-major
-        order."""
+        """Returns the whole weights of a group of layers, or of one end of the model (embedding, or final norm and
+        head).
+
+        Layers are gathered one after another, because XLA would gather a whole stack into a layout whose leading
+        dimension is the gathered one, and would then have to copy it into row-major order.
+        """
         spec, axes = self._spec, self._spec.definition.axes[name]
         is_gathered = any(map(spec.placement.gathered_axes, jax.tree.leaves(axes, is_leaf=is_axes)))
-        if name not in spec.slots or not is_gathered:
+        is_layer_group = name in spec.slots
+        if not is_layer_group or not is_gathered:
             return super().prepare(stored_params, axes)
         prepare = super().prepare
 
@@ -101,7 +105,7 @@ _GATHER_UNROLL = 4
 """The number of layers in each iteration of the gather. One layer is written to the stack while the next one is
 gathered. Over five programs, 4 was no slower than 2 or 8."""
 
-BY_ZERO = {1: SummedWhole, 2: GatheredOnce, 3: Weights}
+WEIGHTS_BY_ZERO = {1: SummedWhole, 2: GatheredOnce, 3: Weights}
 """The class for each ZeRO stage."""
 
 
