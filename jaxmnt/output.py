@@ -30,7 +30,7 @@ class _RawOutput(io.FileIO):
         self._terminal = _reopen_terminal(descriptor)
         """A separate non-blocking descriptor of the terminal. A blocking write may wait for ever after part of the
         text, and making the shared descriptor non-blocking would affect all processes that share it."""
-        self.lost: OSError | None = None
+        self.write_error: OSError | None = None
         """The error because of which output was lost, or None."""
         self.is_optional = False
         """True if the command continues without this output, so that the time to wait for a reader is limited."""
@@ -52,9 +52,9 @@ class _RawOutput(io.FileIO):
                     self._stuck = True
                     break
         except OSError as error:
-            if self.lost is None and self.is_optional and self.fileno() != 2:
+            if self.write_error is None and self.is_optional and self.fileno() != 2:
                 remark(f"note: nothing more is shown ({error.strerror}); the work continues")
-            self.lost = error
+            self.write_error = error
         return size
 
     def close(self) -> None:
@@ -145,9 +145,9 @@ def final_exit_code(code: int) -> int:
     if raw is None:
         return code
     sys.stdout.flush()
-    if raw.lost is None or raw.is_optional or raw.lost.errno == errno.EPIPE or code != ExitCode.FINISHED:
+    if raw.write_error is None or raw.is_optional or raw.write_error.errno == errno.EPIPE or code != ExitCode.FINISHED:
         return code
-    remark(f"error: the output cannot be written: {raw.lost.strerror}")
+    remark(f"error: the output cannot be written: {raw.write_error.strerror}")
     return int(ExitCode.FAILURE)
 
 

@@ -417,7 +417,7 @@ def test_what_cannot_be_pruned_does_not_undo_a_commit(tmp_path, monkeypatch):
     failing = lambda *_: (_ for _ in ()).throw(OSError(13, "Permission denied", "1"))
     monkeypatch.setattr(saver, "prune", failing)
     result = save(tmp_path, 1, state)
-    assert result.failure is None and result.not_removed == "Permission denied: 1"
+    assert result.failure is None and result.removal_failure == "Permission denied: 1"
     assert [found.step for found in commit.valid_checkpoints(tmp_path)] == [1]
 
 

@@ -71,7 +71,9 @@ def test_a_config_made_small_keeps_its_kinds_of_parallelism(tiny):
 def test_each_start_has_one_fault_that_ends_it():
     planned = plan_starts(list(FAULTS))
     assert [fault for start in planned for fault in start] == list(FAULTS)
-    assert all([fault.ends for fault in start] == [False] * (len(start) - 1) + [True] for start in planned[:-1])
+    assert all(
+        [fault.ends_processes for fault in start] == [False] * (len(start) - 1) + [True] for start in planned[:-1]
+    )
     alone = plan_starts(select_faults("damaged checkpoint"))
     assert [len(start) for start in alone] == [1, 1, 1], "there must be checkpoints to damage"
     assert planned[-1] == [] and all(len({fault.namespace for fault in start}) <= 1 for start in planned)

@@ -219,9 +219,9 @@ def test_gpus_that_cannot_be_shared_out():
 def test_a_survey_says_where_it_looked():
     found = survey(Cluster(), env.SLURM_TASK_A_NODE | {"RANK": "0"} | {"WORLD_SIZE": ""}, PLAIN, 4)
     assert found.source == "slurm" and found.values_read["SLURM_PROCID"] == "1"
-    assert found.ignored == {"torchrun": "does not say which process this is (RANK=0)"}
+    assert found.ignored_launchers == {"torchrun": "does not say which process this is (RANK=0)"}
     found = survey(Cluster(launcher="slurm"), env.SLURM_TASK_A_NODE | env.TORCHRUN, PLAIN, 4)
-    assert found.ignored["torchrun"].startswith("another launcher was chosen (RANK=5")
+    assert found.ignored_launchers["torchrun"].startswith("another launcher was chosen (RANK=5")
 
 
 @pytest.mark.parametrize(

@@ -109,9 +109,15 @@ def test_another_address_of_process_0_is_not_the_same():
     other = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "elsewhere", "MASTER_PORT": "29500"}
     found = survey(Cluster(), env.SLURM_TASK_A_NODE | other, PLAIN, 0)
     assert found.identity.coordinator == "n1:61445"
-    assert found.ignored["torchrun"].startswith("says the same, but that process 0 is at elsewhere:29500 (RANK=1")
+    assert found.ignored_launchers["torchrun"].startswith(
+        "says the same, but that process 0 is at elsewhere:29500 (RANK=1"
+    )
     same = other | {"MASTER_ADDR": "n1", "MASTER_PORT": "61445"}
-    assert survey(Cluster(), env.SLURM_TASK_A_NODE | same, PLAIN, 0).ignored["torchrun"].startswith("says the same (")
+    assert (
+        survey(Cluster(), env.SLURM_TASK_A_NODE | same, PLAIN, 0)
+        .ignored_launchers["torchrun"]
+        .startswith("says the same (")
+    )
 
 
 def test_what_is_shown_of_variables_obeys_no_terminal():

@@ -20,7 +20,7 @@ from jaxmnt.preflight import facts as own
 from jaxmnt.preflight import links, network
 from jaxmnt.preflight.compare import quick_rows, thorough_rows
 from jaxmnt.preflight.directory import shared_rows
-from jaxmnt.preflight.network import Card
+from jaxmnt.preflight.network import Interface
 from jaxmnt.preflight.table import Row, Verdict, failures, from_json, table, to_json
 
 GIB = 1 << 30
@@ -38,7 +38,7 @@ def host(name, **changed):
 
 
 def card(name, megabits, address="10.0.0.1", default=False):
-    return vars(Card(name, megabits, address, default))
+    return vars(Interface(name, megabits, address, default))
 
 
 def gpu(**changed):
@@ -137,8 +137,8 @@ def test_two_hosts_that_differ_are_compared_with_the_first():
     ],
 )  # fmt: skip
 def test_the_interface_that_nccl_takes(wanted, name):
-    cards = [Card(one, 1000, "10.0.0.1") for one in ("docker0", "eth0", "eth1", "ib0", "lo")]
-    chosen = network.select_nccl_card(cards, wanted)
+    cards = [Interface(one, 1000, "10.0.0.1") for one in ("docker0", "eth0", "eth1", "ib0", "lo")]
+    chosen = network.select_nccl_interface(cards, wanted)
     assert (chosen and chosen.name) == name
 
 
@@ -148,7 +148,7 @@ def test_cards_and_ports_are_read_from_sys(tmp_path):
     (eth / "operstate").write_text("up\n")
     (eth / "speed").write_text("25000\n")
     (tmp_path / "class" / "net" / "eth8").mkdir()
-    assert network.cards(tmp_path) == [Card("eth9", 25000, "")]
+    assert network.read_interfaces(tmp_path) == [Interface("eth9", 25000, "")]
     adapter = tmp_path / "class" / "infiniband" / "mlx5_0" / "ports" / "1"
     (adapter / "counters").mkdir(parents=True)
     for name, text in {"state": "4: ACTIVE", "rate": "400 Gb/sec (4X NDR)", "link_layer": "InfiniBand"}.items():

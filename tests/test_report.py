@@ -117,7 +117,7 @@ def test_the_parts_are_those_of_a_sum_by_hand(restarted):
     }
     assert set(by_hand) == set(PARTS)
     assert whole.seconds == pytest.approx(by_hand)
-    assert whole.wall_seconds == pytest.approx(attempts[-1].ended - attempts[0].began) == sum(by_hand.values())
+    assert whole.wall_seconds == pytest.approx(attempts[-1].end_time - attempts[0].begin_time) == sum(by_hand.values())
     assert whole.ettr == pytest.approx(by_hand["steps"] / whole.wall_seconds)
     running = whole.wall_seconds - by_hand["between"]
     assert whole.gpu_hours == pytest.approx(8 * running / 3600)
@@ -127,7 +127,7 @@ def test_the_parts_are_those_of_a_sum_by_hand(restarted):
     typical = typical_step(attempts)
     for attempt in attempts:
         assert sum(attempt_parts(attempt, typical).values()) == pytest.approx(attempt.seconds)
-    assert [attempt.end for attempt in attempts] == [None, "hang", "end"]
+    assert [attempt.end_kind for attempt in attempts] == [None, "hang", "end"]
 
 
 def test_steps_without_targets_are_a_part_of_their_own(tmp_path):
@@ -220,7 +220,7 @@ def test_attempts_follow_each_other_by_their_numbers(tmp_path, capsys, ahead):
     assert told["goodput"]["seconds"]["between"] == between and told["goodput"]["ettr_last_hour"] <= 1
     (failed,) = told["failures"]
     assert (failed["attempt"], failed["why"]) == (0, "a fault")
-    assert failed["time"] == attempts[0].ended == attempts[1].began - between
+    assert failed["time"] == attempts[0].end_time == attempts[1].begin_time - between
     kinds = [one["kind"] for one in told["timeline"]]
     assert kinds == ["start", "started", "failed", "start", "started", "end"]
 
@@ -451,6 +451,6 @@ def test_a_run_with_two_restarts_adds_up_to_its_wall_time(tiny_file, tmp_path):
     wall = ended - began
     assert exited - ended < 3, "what Python does after the last event is not known to the run"
     assert sum(whole.seconds.values()) == pytest.approx(whole.wall_seconds) == pytest.approx(wall, rel=0.01)
-    assert [attempt.end for attempt in attempts] == ["end", None, "end"] and attempts[1].lost_steps > 0
+    assert [attempt.end_kind for attempt in attempts] == ["end", None, "end"] and attempts[1].lost_steps > 0
     assert whole.seconds["again"] > 0 and whole.seconds["between"] >= 2
     assert whole.seconds["other"] < 0.05 * wall, whole.seconds

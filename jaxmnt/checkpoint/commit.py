@@ -184,8 +184,8 @@ def clean_up(root: StoragePath, run: str | None) -> tuple[list[str], list[str]]:
     Returns messages for the user in two lists: what was done with the unfinished steps and links, and what is damaged.
     Only the job that owns the run directory may call this. Raises `OtherFormatError`.
     """
-    removed, not_removed = remove_unfinished(root)
-    messages = removed + not_removed
+    removed, removal_failures = remove_unfinished(root)
+    messages = removed + removal_failures
     damaged = []
     for step, path in step_directories(root):
         reason = why_not_valid(path, run)
@@ -249,7 +249,7 @@ def remove_unfinished(root: StoragePath, *, keep_notes: bool = False) -> tuple[l
     that appear later. A failed save may continue to write for a while.
     """
     removed = []
-    not_removed = []
+    removal_failures = []
     present: list[StoragePath] = sorted(root.iterdir()) if root.is_dir() else []
     for path in present:
         step, dot, extension = path.name.partition(".")
@@ -263,10 +263,10 @@ def remove_unfinished(root: StoragePath, *, keep_notes: bool = False) -> tuple[l
                 storage.remove(path)
                 removed.append(f"removed {path}, which was cut off while it was being written")
         except OSError as error:
-            not_removed.append(
+            removal_failures.append(
                 f"cannot remove {path}, left by an interrupted save or removal: {error.strerror or error}"
             )
-    return removed, not_removed
+    return removed, removal_failures
 
 
 def _remove_noted(path: StoragePath, *, keep_note: bool) -> list[str]:

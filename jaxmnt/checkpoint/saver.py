@@ -64,11 +64,12 @@ warnings.filterwarnings("ignore", r"coroutine '\w+\.save_checkpointables\..*' wa
 class _OrbaxEventLoop(asyncio.SelectorEventLoop):
     """An event loop for Orbax that ignores callbacks after it is closed.
 
-    When a save fails, Orbax closes its loop while TensorStore still writes. TensorStore's threads would print a
+    When a save fails, Orbax closes its loop while TensorStore is still writing. TensorStore's threads would print a
     traceback for each write that they then report to the closed loop, although nothing waits for these writes.
     """
 
-    # typeshed's type is more general than what a caller can use.
+    # typeshed's type is generic in the types of `args`, which mypy cannot match with `Any`. All calls that it allows
+    # work here.
     def call_soon_threadsafe(  # type: ignore[override]
         self, callback: Any, *args: Any, context: Any = None
     ) -> asyncio.Handle:
@@ -92,8 +93,8 @@ class SaveResult:
     step: int
     failure: str | None
     """Why there is no checkpoint of this step; None if there is one."""
-    not_removed: str | None
-    """Why older checkpoints could not be removed; None if they could be, and in processes other than 0."""
+    removal_failure: str | None
+    """Why older checkpoints could not be removed; None if they were removed. Always None in processes other than 0."""
     seconds: float
     """Seconds from the start of the save to its commit."""
     bytes: int
@@ -124,21 +125,21 @@ class Saver:
         self,
         root: StoragePath,
         settings: Checkpoint,
-        needed: SpaceNeeded,
+        space_needed: SpaceNeeded,
         identity: Identity,
         confirm: Callable[[], None] = lambda: None,
     ):
         """`confirm` raises `UserError` if this job may no longer write to `root`. Only process 0 calls it."""
         self._root = root.absolute()
         self._settings = settings
-        self._needed = needed
+        self._space_needed = space_needed
         self._identity = identity
         self._confirm = confirm
         self._thread: threading.Thread | None = None
-        self._saved: SaveResult | None = None
+        self._result: SaveResult | None = None
         self._error: BaseException | None = None
         """An unexpected error in the background thread, which the main thread raises."""
-        self._not_removed: str | None = None
+        self._removal_failure: str | None = None
         self.preparation_seconds = 0.0
         """Seconds that process 0 has spent preparing saves so far, while the other processes waited."""
         _orbax_waits()
@@ -161,7 +162,7 @@ class Saver:
         The state may be donated once this returns. `describe` makes the manifest from the arrays once their digests are
         known.
         """
-        assert self._thread is None and self._saved is None, "`result` was not called for the previous save"
+        assert self._thread is None and self._result is None, "`result` was not called for the previous save"
         started = time.perf_counter()
         self._wait_for_failed_write()
         preparing = time.perf_counter()
@@ -169,7 +170,7 @@ class Saver:
         self.preparation_seconds += time.perf_counter() - preparing
         refusal = broadcast("a save may begin", refusal, self._identity)
         if refusal:
-            self._saved = SaveResult(step, refusal, None, time.perf_counter() - started, 0)
+            self._result = SaveResult(step, refusal, None, time.perf_counter() - started, 0)
             return
         arrays = arrays_by_name(state)
         vote = Vote("a save", self._identity, _WRITE_TIMEOUT_SECONDS)
@@ -191,7 +192,7 @@ class Saver:
                     self._failed_write = response
                 failure = vote.conclude(lambda answers: self._commit(step, describe(_with_digests(entries, answers))))
                 size = sum(array.bytes for array in entries.values())
-                self._saved = SaveResult(step, failure, self._not_removed, time.perf_counter() - started, size)
+                self._result = SaveResult(step, failure, self._removal_failure, time.perf_counter() - started, size)
             except BaseException as error:  # the main thread raises it in `result`
                 self._error = error
 
@@ -211,8 +212,8 @@ class Saver:
         if self._error is not None:
             error, self._error = self._error, None
             raise error
-        saved, self._saved = self._saved, None
-        return saved
+        result, self._result = self._result, None
+        return result
 
     def _wait_for_failed_write(self) -> None:
         """Waits until a failed save writes no more: in a bucket Orbax writes in place, which would damage the next
@@ -229,9 +230,9 @@ class Saver:
         try:
             self._confirm()
             self._root.mkdir(parents=True, exist_ok=True)
-            _, not_removed = remove_unfinished(self._root, keep_notes=True)
-            self._not_removed = "; ".join(not_removed) or None
-            shortage_text = shortage(self._root, self._needed)
+            _, removal_failures = remove_unfinished(self._root, keep_notes=True)
+            self._removal_failure = "; ".join(removal_failures) or None
+            shortage_text = shortage(self._root, self._space_needed)
             if not shortage_text:
                 begin_step(self._root / str(step))
             return shortage_text or ""
@@ -254,7 +255,7 @@ class Saver:
             prunable = [checkpoint for checkpoint in valid if not is_link(checkpoint.path)]
             prune(prunable, steps_to_keep(comparable_losses(prunable), self._settings))
         except OSError as error:
-            self._not_removed = "; ".join(filter(None, [self._not_removed, _describe_error(error)]))
+            self._removal_failure = "; ".join(filter(None, [self._removal_failure, _describe_error(error)]))
         return ""
 
 

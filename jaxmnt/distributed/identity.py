@@ -7,7 +7,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from jaxmnt.config.schema import Cluster
-from jaxmnt.distributed.launchers import LAUNCHERS, Claim, Machine, claims, format_variables, is_address, parse_number
+from jaxmnt.distributed.launchers import (
+    LAUNCHERS,
+    IdentityClaim,
+    Machine,
+    claims,
+    format_variables,
+    is_address,
+    parse_number,
+)
 from jaxmnt.distributed.local_gpus import assigned_gpus, gpus_here
 from jaxmnt.errors import ConfigError, printable, shortened
 
@@ -63,7 +71,7 @@ class Survey:
     """Launcher that the identity comes from, or `explicit`; empty if nothing describes this process."""
     values_read: dict[str, str]
     """Settings and variables that the identity was read from, with their values."""
-    ignored: dict[str, str]
+    ignored_launchers: dict[str, str]
     """For each launcher whose variables were ignored, the reason why."""
 
 
@@ -88,23 +96,23 @@ def survey(
     explicit = _explicit(cluster, environment)
     all_claims = claims(environment, machine or Machine.this())
     selected = [claim for claim in all_claims if launcher in ("auto", claim.launcher)]
-    usable = [claim for claim in selected if not claim.trouble]
+    usable = [claim for claim in selected if not claim.problem]
     # Explicit settings come first, then the launchers in the order of LAUNCHERS.
     complete = list(filter(_is_complete, (_override(explicit, claim) for claim in usable)))
     if _is_complete(explicit):
         complete.insert(0, _override(explicit, usable[0]) if usable else explicit)
-    trouble = next((claim.trouble for claim in selected if claim.trouble), "")
+    problem = next((claim.problem for claim in selected if claim.problem), "")
     if not complete:
-        _require_complete(launcher, explicit, usable, trouble)
-    winner = complete[0] if complete else Claim("")
+        _require_complete(launcher, explicit, usable, problem)
+    winner = complete[0] if complete else IdentityClaim("")
     _check_contradictions([explicit, *usable])
-    if trouble and winner.launcher != "explicit" and winner.processes == 1:
-        raise ConfigError(trouble)  # otherwise each of several processes would start a run of its own
+    if problem and winner.launcher != "explicit" and winner.processes == 1:
+        raise ConfigError(problem)  # otherwise each of several processes would start a run of its own
     identity = _identity(winner, _devices(cluster, winner, environment, gpus))
     return Survey(identity, winner.launcher, winner.values_read, _ignored_claims(all_claims, selected, winner))
 
 
-def _explicit(cluster: Cluster, environment: Mapping[str, str]) -> Claim:
+def _explicit(cluster: Cluster, environment: Mapping[str, str]) -> IdentityClaim:
     """Returns the claim that a person or `launch local` makes through the config, or else through JAX's variables."""
     settings, values_read = {}, {}
     for name, variable in VARIABLES.items():
@@ -116,24 +124,24 @@ def _explicit(cluster: Cluster, environment: Mapping[str, str]) -> Claim:
             is_number = name != "coordinator"
             settings[name] = parse_number(variable, text, minimum=int(name == "processes")) if is_number else text
             values_read[variable] = text
-    return Claim("explicit", values_read=values_read, **settings)
+    return IdentityClaim("explicit", values_read=values_read, **settings)
 
 
-def _override(explicit: Claim, claim: Claim) -> Claim:
+def _override(explicit: IdentityClaim, claim: IdentityClaim) -> IdentityClaim:
     """Returns a launcher's claim in which explicit settings replace its own."""
     overrides = {name: value for name in VARIABLES if (value := getattr(explicit, name)) is not None}
     launcher = "explicit" if len(overrides) == len(VARIABLES) else claim.launcher
     return replace(claim, **overrides, launcher=launcher, values_read=explicit.values_read | claim.values_read)
 
 
-def _is_complete(claim: Claim) -> bool:
+def _is_complete(claim: IdentityClaim) -> bool:
     return claim.processes == 1 or None not in (claim.processes, claim.process_id, claim.coordinator)
 
 
-def _require_complete(launcher: str, explicit: Claim, usable: list[Claim], trouble: str) -> None:
+def _require_complete(launcher: str, explicit: IdentityClaim, usable: list[IdentityClaim], problem: str) -> None:
     """Raises `ConfigError` if any setting is present. Called if no claim is complete."""
-    if trouble:
-        raise ConfigError(trouble)
+    if problem:
+        raise ConfigError(problem)
     if launcher in LAUNCHERS and not usable:
         raise ConfigError(
             f"cluster.launcher: {launcher} is set, but none of its environment variables are; start "
@@ -159,7 +167,7 @@ def _require_complete(launcher: str, explicit: Claim, usable: list[Claim], troub
         )
 
 
-def _check_contradictions(claims: list[Claim]) -> None:
+def _check_contradictions(claims: list[IdentityClaim]) -> None:
     """Raises `ConfigError` if two claims differ in this process's number or in the number of all processes."""
     for name in ("processes", "process_id"):
         with_setting = [claim for claim in claims if getattr(claim, name) is not None]
@@ -173,13 +181,13 @@ def _check_contradictions(claims: list[Claim]) -> None:
                 )
 
 
-def _with_source(number: int, claim: Claim) -> str:
+def _with_source(number: int, claim: IdentityClaim) -> str:
     sources = {name: text for name, text in claim.values_read.items() if text == str(number)}
     return f"{number} ({format_variables(sources)})"
 
 
 def _devices(
-    cluster: Cluster, winner: Claim, environment: Mapping[str, str], gpus: int | None
+    cluster: Cluster, winner: IdentityClaim, environment: Mapping[str, str], gpus: int | None
 ) -> tuple[int, ...] | None:
     """Returns the indices of this process's GPUs among those that it sees; None means all of them."""
     if cluster.local_devices is not None:
@@ -189,7 +197,7 @@ def _devices(
     return assigned_gpus(winner.neighbours, environment, gpus_here() if gpus is None else gpus)
 
 
-def _identity(winner: Claim, devices: tuple[int, ...] | None) -> Identity:
+def _identity(winner: IdentityClaim, devices: tuple[int, ...] | None) -> Identity:
     """Converts a claim to an identity. Raises `ConfigError` if its numbers or its coordinator are invalid."""
     processes = winner.processes or 1
     process_id = winner.process_id or 0
@@ -217,14 +225,16 @@ def _is_host(text: str) -> bool:
     return text.isprintable() and (is_address(without_brackets) or is_name)
 
 
-def _ignored_claims(all_claims: list[Claim], selected: list[Claim], winner: Claim) -> dict[str, str]:
+def _ignored_claims(
+    all_claims: list[IdentityClaim], selected: list[IdentityClaim], winner: IdentityClaim
+) -> dict[str, str]:
     """Returns the reason why each ignored claim was ignored, by launcher."""
     ignored = {}
     for claim in all_claims:
         if claim not in selected:
             ignored[claim.launcher] = f"another launcher was chosen ({format_variables(claim.values_read)})"
-        elif claim.trouble:
-            ignored[claim.launcher] = claim.trouble
+        elif claim.problem:
+            ignored[claim.launcher] = claim.problem
         elif claim.launcher != winner.launcher:
             reason = "does not say which process this is"
             if claim.process_id is not None:

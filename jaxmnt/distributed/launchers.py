@@ -1,7 +1,7 @@
 """Reads the identity of a process from the variables of its launcher: one reader for each kind of launcher.
 
-A reader returns a `Claim`, or None if no variable of its launcher is set. It never guesses. If
-information is missing, the claim's `trouble` says which.
+A reader returns an `IdentityClaim`, or None if no variable of its launcher is set. It never guesses. If information is
+missing, the claim's `problem` says which.
 """
 
 import ipaddress
@@ -50,8 +50,8 @@ class Machine:
 
 
 @dataclass(frozen=True)
-class Claim:
-    """The identity of this process according to one launcher. Fields that the launcher does not provide are None."""
+class IdentityClaim:
+    """The identity of this process, as one launcher describes it. Fields that the launcher leaves out are None."""
 
     launcher: str
     process_id: int | None = None
@@ -61,7 +61,7 @@ class Claim:
     neighbours: Neighbours = field(default_factory=Neighbours)
     values_read: dict[str, str] = field(default_factory=dict)
     """Variables that the claim was read from, with their values."""
-    trouble: str = ""
+    problem: str = ""
     """Why the claim cannot be used, and what to do about it; empty if it can be used."""
 
     def __str__(self) -> str:
@@ -76,8 +76,8 @@ def format_variables(variables: Mapping[str, str]) -> str:
     return ", ".join(f"{name}={printable(value)}" for name, value in variables.items())
 
 
-def slurm(environment: Environment, machine: Machine) -> Claim | None:
-    """Reads the claim for a task of `srun`.
+def slurm(environment: Environment, machine: Machine) -> IdentityClaim | None:
+    """Returns what Slurm says about this process's identity, if it is a task of `srun`.
 
     Other programs in an allocation (a batch script, the shell of salloc) are not processes of a run.
     """
@@ -88,7 +88,9 @@ def slurm(environment: Environment, machine: Machine) -> Claim | None:
     if step in _NAMES_OF_SPECIAL_STEPS or parse_number("SLURM_STEP_ID", step) >= _FIRST_SPECIAL_STEP:
         return _outside_srun(environment)
     if parse_number("SLURM_HET_SIZE", environment.get("SLURM_HET_SIZE") or "1") > 1:
-        return Claim("slurm", trouble="a heterogeneous Slurm job has no single list of tasks; set cluster.* by hand")
+        return IdentityClaim(
+            "slurm", problem="a heterogeneous Slurm job has no single list of tasks; set cluster.* by hand"
+        )
     reader = _Reader("slurm", environment)
     processes, process_id = reader.number("SLURM_STEP_NUM_TASKS"), reader.number("SLURM_PROCID")
     if processes == 1 and {environment.get(name, "1") for name in ("SLURM_NTASKS", "SLURM_NNODES")} != {"1"}:
@@ -106,7 +108,7 @@ def slurm(environment: Environment, machine: Machine) -> Claim | None:
     # All tasks compute the same port, but different steps of a job compute different ports.
     port = _FIRST_PORT + (job + 509 * int(step)) % _NUM_PORTS
     first = hosts[0] if len(hosts) > 1 else _LOCALHOST
-    return Claim(
+    return IdentityClaim(
         "slurm", process_id, processes, f"{first}:{port}", Neighbours(local_rank, tasks[node], gpus), reader.values_read
     )  # fmt: skip
 
@@ -116,21 +118,23 @@ _FIRST_SPECIAL_STEP = 2**32 - 16
 _NAMES_OF_SPECIAL_STEPS = ("", "interactive", "batch", "extern")
 
 
-def _outside_srun(environment: Environment) -> Claim:
-    """Returns the claim for a process of a Slurm job that srun did not start. It has a `trouble` if the job has several
-    tasks or nodes."""
+def _outside_srun(environment: Environment) -> IdentityClaim:
+    """Returns the claim for a process of a Slurm job that srun did not start. Its `problem` is set if the job has
+    several tasks or nodes."""
     names = ("SLURM_NTASKS", "SLURM_NNODES", "SLURM_JOB_NUM_NODES", "SLURM_NTASKS_PER_NODE")
     count = next((text for name in names if (text := environment.get(name, "1")) not in ("", "1")), None)
     job = environment["SLURM_JOB_ID"]
-    trouble = (
+    problem = (
         f"this process is in Slurm job {job} with {count} tasks or nodes, but srun did not start it; start it with "
         "srun, or set cluster.launcher=explicit for a single-process run"
     )
-    return Claim("slurm", values_read={"SLURM_JOB_ID": job}, trouble=trouble if count else "")
+    return IdentityClaim("slurm", values_read={"SLURM_JOB_ID": job}, problem=problem if count else "")
 
 
-def kubernetes(environment: Environment, machine: Machine) -> Claim | None:
-    """Reads the claim for a pod of an Indexed Job, by itself or in a JobSet, with a headless service.
+def kubernetes(environment: Environment, machine: Machine) -> IdentityClaim | None:
+    """Returns what Kubernetes says about this process's identity, if it is a pod of an Indexed Job.
+
+    The job runs by itself or in a JobSet, with a headless service.
 
     Kubernetes sets the index, and the name of pod 0 follows from this pod's name. No access to the API server is
     needed. The manifest must provide the number of pods (`JAX_NUM_PROCESSES`). In a JobSet of several jobs it must also
@@ -149,25 +153,26 @@ def kubernetes(environment: Environment, machine: Machine) -> Claim | None:
             f"({format_variables(reader.values_read)}); set PROCESSES_IN_JOB to the completions of each job"
         )
     if job is not None and pods is not None:
-        return Claim("kubernetes", job * pods + index, values_read=reader.values_read)
+        return IdentityClaim("kubernetes", job * pods + index, values_read=reader.values_read)
     service = machine.domain.partition(".")[0]
     in_jobset = re.fullmatch(rf"{re.escape(service)}-.+-([0-9]+)-[0-9]+", machine.hostname) if service else None
     if (in_jobset and int(in_jobset[1]) > 0) or job:
-        return Claim(
+        return IdentityClaim(
             "kubernetes",
             values_read=reader.values_read,
-            trouble=f"pod {machine.hostname} is in one of several jobs of a JobSet, and how many pods each has is not "
+            problem=f"pod {machine.hostname} is in one of several jobs of a JobSet, and how many pods each has is not "
             "known; set JOB_GLOBAL_INDEX (from the label jobset.sigs.k8s.io/job-global-index) and PROCESSES_IN_JOB",
         )
     if not service or not machine.hostname.endswith(f"-{index}"):
-        return Claim("kubernetes", index, values_read=reader.values_read)
+        return IdentityClaim("kubernetes", index, values_read=reader.values_read)
     first = machine.hostname.removesuffix(str(index)) + "0"
     values_read = reader.values_read | {"host name": f"{machine.hostname}.{machine.domain}"}
-    return Claim("kubernetes", index, None, f"{first}.{machine.domain}:{DEFAULT_PORT}", values_read=values_read)
+    return IdentityClaim("kubernetes", index, None, f"{first}.{machine.domain}:{DEFAULT_PORT}", values_read=values_read)
 
 
-def mpi(environment: Environment, machine: Machine) -> Claim | None:
-    """Reads the claim for a process of Open MPI's mpirun, of PRRTE's prun, or of Hydra's mpiexec (MPICH, Intel MPI)."""
+def mpi(environment: Environment, machine: Machine) -> IdentityClaim | None:
+    """Returns what MPI says about this process's identity, if it was started by Open MPI's mpirun, by PRRTE's prun, or
+    by Hydra's mpiexec (MPICH, Intel MPI)."""
     names = next((names for names in _MPI_NAMES if environment.get(names[0])), None)
     if names is None:
         return None
@@ -175,7 +180,7 @@ def mpi(environment: Environment, machine: Machine) -> Claim | None:
     process_id = reader.number(names[0])
     processes, local_rank, local_processes = map(reader.optional_number, names[1:])
     if processes is None:
-        return Claim("mpi", process_id, values_read=reader.values_read)
+        return IdentityClaim("mpi", process_id, values_read=reader.values_read)
     _check_local(local_rank, local_processes, reader.values_read)
     # The job's number in mpirun's URI gives each job a different port. The address in it is that of mpirun's host,
     # on which process 0 is assumed to run.
@@ -189,7 +194,7 @@ def mpi(environment: Environment, machine: Machine) -> Claim | None:
     if uri:
         reader.values_read[_MPIRUN_URI] = environment[_MPIRUN_URI]
     neighbours = Neighbours(local_rank or 0, local_processes or 1)
-    return Claim("mpi", process_id, processes, coordinator, neighbours, reader.values_read)
+    return IdentityClaim("mpi", process_id, processes, coordinator, neighbours, reader.values_read)
 
 
 _MPI_NAMES = (
@@ -202,7 +207,7 @@ _MPIRUN_URI = "OMPI_MCA_orte_hnp_uri"
 """Variable with the job's number and the address of mpirun itself."""
 
 
-def torchrun(environment: Environment, machine: Machine) -> Claim | None:
+def torchrun(environment: Environment, machine: Machine) -> IdentityClaim | None:
     """Reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as torchrun and many other launchers set them."""
     rank, size = environment.get("RANK", ""), environment.get("WORLD_SIZE", "")
     if not rank and size in ("", "1"):
@@ -210,11 +215,11 @@ def torchrun(environment: Environment, machine: Machine) -> Claim | None:
     reader = _Reader("torchrun", environment)
     if not rank or not size:
         if rank == "0":
-            return Claim("torchrun", values_read={"RANK": "0"})
-        return Claim(
+            return IdentityClaim("torchrun", values_read={"RANK": "0"})
+        return IdentityClaim(
             "torchrun",
             values_read={name: environment[name] for name in ("RANK", "WORLD_SIZE") if environment.get(name)},
-            trouble="RANK and WORLD_SIZE belong together, but only one is set; set both, or unset the other",
+            problem="RANK and WORLD_SIZE belong together, but only one is set; set both, or unset the other",
         )
     process_id = reader.number("RANK")
     processes = reader.number("WORLD_SIZE")
@@ -228,7 +233,7 @@ def torchrun(environment: Environment, machine: Machine) -> Claim | None:
     if environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         port += 1  # torchrun's own store listens on that port
     name = f"[{host}]" if host and ":" in host else host
-    return Claim(
+    return IdentityClaim(
         "torchrun", process_id, processes, f"{name}:{port}" if name else None,
         Neighbours(local_rank or 0, local_processes or 1), reader.values_read,
     )  # fmt: skip
@@ -263,7 +268,7 @@ def _check_local(rank: int | None, processes: int | None, values_read: Mapping[s
         )
 
 
-LAUNCHERS: dict[str, Callable[[Environment, Machine], Claim | None]] = {
+LAUNCHERS: dict[str, Callable[[Environment, Machine], IdentityClaim | None]] = {
     "slurm": slurm,
     "kubernetes": kubernetes,
     "mpi": mpi,
@@ -272,24 +277,24 @@ LAUNCHERS: dict[str, Callable[[Environment, Machine], Claim | None]] = {
 """The reader of each launcher, in order of precedence."""
 
 
-def claims(environment: Environment, machine: Machine) -> list[Claim]:
-    """Returns the claims of all launchers whose variables are set. A claim with invalid variables has a `trouble`."""
+def claims(environment: Environment, machine: Machine) -> list[IdentityClaim]:
+    """Returns the claims of all launchers whose variables are set. A claim with invalid variables has a `problem`."""
     all_claims = []
     for name, read_claim in LAUNCHERS.items():
         try:
             claim = read_claim(environment, machine)
         except ConfigError as error:
-            claim = Claim(name, trouble=str(error))
+            claim = IdentityClaim(name, problem=str(error))
         if claim is not None:
             all_claims.append(_check_range(claim))
     return all_claims
 
 
-def _check_range(claim: Claim) -> Claim:
-    """Returns the claim. If the process's number is not below the number of processes, the claim gets a `trouble`."""
-    if claim.trouble or claim.processes is None or claim.process_id is None or claim.process_id < claim.processes:
+def _check_range(claim: IdentityClaim) -> IdentityClaim:
+    """Returns the claim. If the process's number is not below the number of processes, the claim gets a `problem`."""
+    if claim.problem or claim.processes is None or claim.process_id is None or claim.process_id < claim.processes:
         return claim
-    return replace(claim, trouble=f"{claim}, which is out of range; correct the variables or unset them")
+    return replace(claim, problem=f"{claim}, which is out of range; correct the variables or unset them")
 
 
 class _Reader:

@@ -19,8 +19,8 @@ class Position:
     settled: bool = False
     """True once the process has finished a step, and with it everything that takes long only the first time."""
     own: bool = False
-    """True if the process is waiting for something of its own, such as input, and not for the devices or for another
-    process."""
+    """True if the process is waiting for local work, such as reading its input data, rather than for the devices or
+    another process."""
 
     def __str__(self) -> str:
         return f"in step {self.step}, {self.phase}" if self.step else self.phase

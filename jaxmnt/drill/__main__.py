@@ -29,8 +29,10 @@ def main(arguments: list[str]) -> int:
         return ExitCode.FINISHED
     config = load_config(options.config, options.overrides)
     counts = _parse_process_counts(options.processes)
-    prefix = _split_start_command(options.start)
-    injectable = _keep_injectable(select_faults(options.faults), prefix, chosen_by_user=options.faults is not None)
+    start_command = _split_start_command(options.start)
+    injectable = _keep_injectable(
+        select_faults(options.faults), start_command, chosen_by_user=options.faults is not None
+    )
     if options.devices_per_process < 1:
         raise ConfigError(f"--devices-per-process: must be at least 1, not {options.devices_per_process}")
     folder = _empty_folder(Path(options.dir or f"{config.run.dir}.drill").absolute())
@@ -41,7 +43,7 @@ def main(arguments: list[str]) -> int:
         faults = [fault for fault in injectable if not only_core or fault.name in CORE_FAULTS]
         drill_folder = folder / f"{processes}-processes"
         plan = plan_starts(faults)
-        drill = prepare_drill(config, drill_folder, processes, options.devices_per_process, prefix, plan)
+        drill = prepare_drill(config, drill_folder, processes, options.devices_per_process, start_command, plan)
         print_line(f"drill   {processes} processes, {len(faults)} faults, in {drill_folder}")
         baseline = drill.run_baseline()
         drill.run(print_line)
@@ -50,7 +52,7 @@ def main(arguments: list[str]) -> int:
     failed = [finding for finding in findings if not finding.passed]
     for finding in failed:
         print_line(
-            f"{finding.fault} with {finding.processes} processes was not handled correctly. {finding.unexpected_events}"
+            f"{finding.fault} with {finding.processes} processes was not handled correctly. {finding.last_events}"
         )
     if failed:
         print_line(
@@ -81,12 +83,12 @@ def _split_start_command(command: str) -> list[str]:
         raise ConfigError(f"--start: {command!r} cannot be split into arguments: {error}; fix the quotes") from error
 
 
-def _keep_injectable(faults: list[Fault], prefix: list[str], *, chosen_by_user: bool) -> list[Fault]:
+def _keep_injectable(faults: list[Fault], start_command: list[str], *, chosen_by_user: bool) -> list[Fault]:
     """Returns the faults that can be injected here.
 
     Raises `ConfigError` if the user chose the faults, and one of them cannot be injected.
     """
-    impossible = [] if _can_cut_links(prefix) else [fault.name for fault in faults if fault.namespace]
+    impossible = [] if _can_cut_links(start_command) else [fault.name for fault in faults if fault.namespace]
     if impossible and chosen_by_user:
         raise ConfigError(
             f"--faults: {impossible[0]!r} cannot be injected here, because {_CUT_REQUIREMENTS}; leave it out"
@@ -112,16 +114,18 @@ def _empty_folder(folder: Path) -> Path:
             raise ConfigError(f"--dir: {folder} exists and was not made by a drill; choose another folder")
         shutil.rmtree(folder)
     folder.mkdir(parents=True)
-    (folder / _MARKER_FILE).write_text("made by jaxmnt.drill, and removed by it\n", encoding="utf-8")
+    (folder / _MARKER_FILE).write_text(
+        "made by jaxmnt.drill, which may delete this folder with everything in it\n", encoding="utf-8"
+    )
     return folder
 
 
-def _can_cut_links(prefix: list[str]) -> bool:
+def _can_cut_links(start_command: list[str]) -> bool:
     """Returns True if the processes of the drill can run in their own network namespace.
 
     They can if they start on this machine, and the kernel and the installed commands allow it.
     """
-    if prefix or not shutil.which("unshare") or not shutil.which("ip"):
+    if start_command or not shutil.which("unshare") or not shutil.which("ip"):
         return False
     command = "unshare --map-root-user --net ip rule add pref 9 ipproto tcp sport 9 blackhole"
     return subprocess.run(command.split(), capture_output=True).returncode == 0

@@ -121,9 +121,9 @@ class Attempt:
 
     faults: list[Fault]
     """The faults that were to happen in this start."""
-    began: float
+    begin_time: float
     """When the processes were started, in unix seconds."""
-    ended: float
+    end_time: float
     """When the last process had ended, in unix seconds."""
     exit_code: int
     resumed_step: int
@@ -156,7 +156,7 @@ class Drill:
     processes: int
     devices: int
     """Number of devices of each process."""
-    prefix: list[str]
+    start_command: list[str]
     """The command that starts all processes, such as srun; empty to start them on this machine."""
     plan: list[list[Fault]]
     """The faults of each start."""
@@ -186,7 +186,7 @@ class Drill:
             fault_names = ", ".join(fault.name for fault in faults) or "no faults"
             print_line(
                 f"start {number} of {len(self.plan)}: {fault_names}; from step {attempt.resumed_step} to "
-                f"{attempt.reached_step}, exit code {attempt.exit_code}, {attempt.ended - attempt.began:.0f} s"
+                f"{attempt.reached_step}, exit code {attempt.exit_code}, {attempt.end_time - attempt.begin_time:.0f} s"
             )
 
     def _start_processes(self, faults: list[Fault], run_dir: Path, name: str) -> Attempt:
@@ -199,24 +199,24 @@ class Drill:
         planned_faults = [asdict(fault) for fault in dict.fromkeys([*faults, *poisoned_batches])]
         plan.write_text(json_text({"faults": planned_faults, "journal": str(journal)}))
         namespace_command = _NETWORK_NAMESPACE_COMMAND if any(fault.namespace for fault in faults) else []
-        began = time.time()
+        begin_time = time.time()
         checkpoints_before = _checkpoint_steps(run_dir)
         exit_code = _run_to_log([*namespace_command, *self._command(plan, run_dir)], log)
         if exit_code is None:
             raise UserError(
                 f"start {name!r} of the drill hung, and no timeout of the run ended it; its output is in {log}"
             )
-        ended = time.time()
+        end_time = time.time()
         lines = read_lines(run_dir / METRICS)
-        new_lines = [line for line in lines if line["time"] >= began and "step" in line]
+        new_lines = [line for line in lines if line["time"] >= begin_time and "step" in line]
         events = {
-            int(path.stem): [event for event in read_lines(path) if event["time"] >= began]
+            int(path.stem): [event for event in read_lines(path) if event["time"] >= begin_time]
             for path in event_files(run_dir)
         }
         restored = [event["step"] for event in events.get(0, []) if event["kind"] == "restore" and "step" in event]
         resumed_step = restored[-1] if restored else max(checkpoints_before, default=0)
         return Attempt(
-            faults, began, ended, exit_code, resumed_step,
+            faults, begin_time, end_time, exit_code, resumed_step,
             reached_step=max((line["step"] for line in new_lines), default=resumed_step),
             first_step_time=min((line["time"] for line in new_lines), default=None),
             checkpoints_before=checkpoints_before,
@@ -236,29 +236,29 @@ class Drill:
             as_override("run.dir", str(run_dir)),
             *self._cluster_overrides(),
         ]
-        if self.prefix:
-            prefix = [part.replace("{processes}", str(self.processes)) for part in self.prefix]
-            return [*prefix, *python, "jaxmnt.drill.inject", str(plan), "--", *arguments]
+        if self.start_command:
+            start_command = [part.replace("{processes}", str(self.processes)) for part in self.start_command]
+            return [*start_command, *python, "jaxmnt.drill.inject", str(plan), "--", *arguments]
         counts = [str(self.processes), str(self.devices)]
         return [*python, "jaxmnt.drill.start", *counts, str(plan), "--", *arguments]
 
     def _cluster_overrides(self) -> list[str]:
         """Returns the cluster settings as overrides, because the config file of a run does not contain them."""
         settings = self.config.cluster.model_dump(exclude={"processes", "process_id"})
-        if not self.prefix:  # the local launcher sets these
+        if not self.start_command:  # the local launcher sets these
             del settings["coordinator"], settings["launcher"], settings["local_devices"]
         return [as_override(f"cluster.{key}", value) for key, value in sorted(settings.items()) if value is not None]
 
 
 def prepare_drill(
-    config: Config, folder: Path, processes: int, devices: int, prefix: list[str], plan: list[list[Fault]]
+    config: Config, folder: Path, processes: int, devices: int, start_command: list[str], plan: list[list[Fault]]
 ) -> Drill:
     """Creates a folder that contains the small config, and returns a drill that runs in it."""
     folder.mkdir(parents=True)
     small_config = shrink_config(config, processes * devices, STEPS_PER_START * len(plan), folder / "compiled")
     config_file = folder / "small.yaml"
     config_file.write_text(dump_config(small_config), encoding="utf-8")
-    return Drill(small_config, config_file, folder, processes, devices, prefix, plan)
+    return Drill(small_config, config_file, folder, processes, devices, start_command, plan)
 
 
 def _run_to_log(command: list[str], log: Path) -> int | None:

@@ -26,7 +26,7 @@ class Fault:
 
     For a poisoned batch it is the step of the run.
     """
-    ends: bool = True
+    ends_processes: bool = True
     """True if the fault ends the processes."""
     namespace: bool = False
     """True if the fault needs a separate network namespace, in which connections can be cut."""
@@ -38,15 +38,15 @@ _ORDERLY_STOP = Fault("preempt all", "terminate", "mid-step", ALL_PROCESSES, "pr
 
 FAULTS = (
     # A fault that does not end the processes shares a start with the next fault that does.
-    Fault("NaN in a batch", "poison", "batch", ALL_PROCESSES, "bad_step", offset=3, ends=False),
-    Fault("full disk in a save", "fill", "step", 1, "checkpoint_failed", offset=6, ends=False),
+    Fault("NaN in a batch", "poison", "batch", ALL_PROCESSES, "bad_step", offset=3, ends_processes=False),
+    Fault("full disk in a save", "fill", "step", 1, "checkpoint_failed", offset=6, ends_processes=False),
     Fault("kill in a step", "kill", "mid-step", 1, "peer_lost", offset=18),
     Fault("kill in a save", "kill", "save", 1, "peer_lost", offset=2),
     Fault("kill in restore", "kill", "restore", 1, "peer_lost", resumes=True),
     Fault("kill while idle", "kill", "idle", 1, "peer_lost"),
     Fault("kill in compilation", "kill", "compile", 1, "peer_lost"),
     Fault("kill the coordinator", "kill", "mid-step", 0, "peer_lost"),
-    Fault("damaged checkpoint", "damage", "start", 0, "checkpoint_damaged", ends=False, resumes=True),
+    Fault("damaged checkpoint", "damage", "start", 0, "checkpoint_damaged", ends_processes=False, resumes=True),
     Fault("preempt one", "terminate", "step", 1, "preempted"),
     _ORDERLY_STOP,
     Fault("stopped process", "stop", "mid-step", 1, "peer_lost"),
@@ -91,6 +91,6 @@ def plan_starts(faults: list[Fault]) -> list[list[Fault]]:
         if any(fault.namespace != earlier.namespace for earlier in starts[-1]):
             starts.append([])
         starts[-1].append(fault)
-        if fault.ends:
+        if fault.ends_processes:
             starts.append([])
     return starts

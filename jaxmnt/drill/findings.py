@@ -39,19 +39,22 @@ class Finding:
     committed_lost: int = 0
     """Number of steps that were repeated although a valid checkpoint contained them."""
     back_seconds: float | None = None
-    """Seconds from the fault until the first step of the next start.
+    """Seconds from the fault until the first step of the next attempt.
 
-    None if there is none, or if the fault does not end the processes.
+    None if there is no such step, or if the fault does not end the processes.
     """
-    identical: bool = False
+    is_identical: bool = False
     """True if all steps up to the next fault, and the final state, are equal to those of the run without faults."""
-    unexpected_events: str = ""
-    """The last event of each process that did not notice the fault or misattributed it; empty if there is none."""
+    last_events: str = ""
+    """The last event of each process that either missed the fault or misattributed it; empty if there is no such
+    process."""
 
     @property
     def passed(self) -> bool:
         """True if the run handled the fault correctly."""
-        return self.noticed_seconds is not None and self.is_attributed and self.committed_lost == 0 and self.identical
+        return (
+            self.noticed_seconds is not None and self.is_attributed and self.committed_lost == 0 and self.is_identical
+        )
 
 
 def evaluate_drill(drill: Drill, baseline: Path) -> list[Finding]:
@@ -63,18 +66,18 @@ def evaluate_drill(drill: Drill, baseline: Path) -> list[Finding]:
     findings = []
     for attempt, following in zip(drill.attempts, [*drill.attempts[1:], None], strict=True):
         for fault in attempt.faults:
-            later_attempt = following if fault.ends and following is not None else attempt
+            later_attempt = following if fault.ends_processes and following is not None else attempt
             identical = all((step, loss) in expected.items() for step, loss in later_attempt.losses.items())
             findings.append(_finding(drill, fault, attempt, following, identical=identical))
     last = drill.attempts[-1]
     has_expected_losses = last.exit_code == ExitCode.FINISHED and last.losses == expected
     if has_expected_losses and _read_final_state(drill.run_dir) == _read_final_state(baseline):
         return findings
-    return [replace(finding, identical=False) for finding in findings]
+    return [replace(finding, is_identical=False) for finding in findings]
 
 
 def _finding(drill: Drill, fault: Fault, attempt: Attempt, following: Attempt | None, *, identical: bool) -> Finding:
-    """Returns the finding for one fault of a start. `following` is the next start; None if there is none."""
+    """Returns the finding for one fault of an attempt. `following` is the next attempt; None if there is none."""
     injection_times = [entry["time"] for entry in attempt.journal if entry.get("fault") == fault.name]
     if not injection_times:
         return Finding(fault.name, drill.processes)
@@ -87,7 +90,7 @@ def _finding(drill: Drill, fault: Fault, attempt: Attempt, following: Attempt | 
     if fault.act == "damage":
         steps_lost = _last_step(attempt.checkpoints_before) - attempt.resumed_step
         committed_lost = max(0, _last_step(attempt.checkpoints_before[:-1]) - attempt.resumed_step)
-    elif fault.ends and following is not None:
+    elif fault.ends_processes and following is not None:
         steps_lost = attempt.reached_step - _last_step(attempt.checkpoints_after)
         if following.first_step_time is not None:
             back_seconds = following.first_step_time - fault_time
@@ -98,12 +101,12 @@ def _finding(drill: Drill, fault: Fault, attempt: Attempt, following: Attempt | 
         processes=drill.processes,
         noticed_seconds=max(known_times) - fault_time if known_times else None,
         is_attributed=None not in notice_times.values() and _has_expected_exit_code(drill, fault, attempt),
-        gone_seconds=attempt.ended - fault_time if fault.ends else None,
+        gone_seconds=attempt.end_time - fault_time if fault.ends_processes else None,
         steps_lost=steps_lost,
         committed_lost=committed_lost,
         back_seconds=back_seconds,
-        identical=identical,
-        unexpected_events=_last_events(attempt, [process for process, time in notice_times.items() if time is None]),
+        is_identical=identical,
+        last_events=_last_events(attempt, [process for process, time in notice_times.items() if time is None]),
     )
 
 
@@ -113,10 +116,18 @@ def _last_step(steps: list[int]) -> int:
 
 
 def _has_expected_exit_code(drill: Drill, fault: Fault, attempt: Attempt) -> bool:
-    """Returns True if the exit code of a start fits a fault; any code fits a fault that does not end the processes."""
-    if not fault.ends or attempt.exit_code in _EXIT_CODES_BY_EVENT.get(fault.expected_event, _DEFAULT_EXIT_CODES):
+    """Returns True if the exit code of an attempt fits a fault.
+
+    Any code fits a fault that does not end the processes.
+    """
+    expected_codes = _EXIT_CODES_BY_EVENT.get(fault.expected_event, _DEFAULT_EXIT_CODES)
+    if not fault.ends_processes or attempt.exit_code in expected_codes:
         return True
-    return bool(drill.prefix) and fault.expected_event != "preempted" and attempt.exit_code > _SIGNAL_EXIT_CODE_OFFSET
+    return (
+        bool(drill.start_command)
+        and fault.expected_event != "preempted"
+        and attempt.exit_code > _SIGNAL_EXIT_CODE_OFFSET
+    )
 
 
 def _notice_times(drill: Drill, fault: Fault, attempt: Attempt) -> dict[int, float | None]:
@@ -198,7 +209,7 @@ def _table_row(finding: Finding) -> list[str]:
         str(finding.steps_lost),
         str(finding.committed_lost),
         _format_seconds(finding.back_seconds),
-        _format_bool(finding.identical),
+        _format_bool(finding.is_identical),
     ]
 
 
@@ -210,7 +221,7 @@ def _format_bool(is_true: bool) -> str:
     return "yes" if is_true else "NO"
 
 
-_JSON_NAMES = {"is_attributed": "named", "unexpected_events": "otherwise"}
+_JSON_NAMES = {"is_attributed": "named", "is_identical": "identical", "last_events": "otherwise"}
 """The JSON names of fields of a finding that have another name here."""
 
 

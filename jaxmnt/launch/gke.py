@@ -70,7 +70,7 @@ def manifests(job: Job, salt: str = "") -> list[Manifest]:
         raise ConfigError("launch.image: missing; give the container image that has jaxmnt in it")
     if job.config.train.stop_after is not None:
         raise ConfigError("train.stop_after: a JobSet would start it again for ever; leave it out")
-    name, text = _name(job), _config_text(job)
+    name, text = _jobset_name(job), _config_text(job)
     metadata: Manifest = {"name": name, "namespace": job.config.gke.namespace}
     config_name = f"{name}-{hashlib.sha256(f'{text}{salt}'.encode()).hexdigest()[:_HASH_DIGITS]}"
     config = {
@@ -122,16 +122,17 @@ def _check_folders(job: Job, pod: Manifest) -> None:
 
 
 def _mappings(manifest: Manifest, field: str) -> list[Manifest]:
-    """Returns a list of mappings from a manifest. Raises `ConfigError` if gke.pod has replaced it by something else."""
+    """Returns a list of mappings from a manifest. Raises `ConfigError` if gke.pod has replaced that list
+    with something else."""
     items = manifest[field]
     if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
         raise ConfigError(f"gke.pod: {field} must be a list of mappings; correct it")
     return items
 
 
-def _name(job: Job) -> str:
-    """Makes a name from that of the run's directory, with only characters that Kubernetes allows. A hash of the path
-    distinguishes directories with the same name."""
+def _jobset_name(job: Job) -> str:
+    """Returns the name of the JobSet, made from that of the run's directory, with only characters that Kubernetes
+    allows. A hash of the path distinguishes directories with the same name."""
     name = re.sub(r"[^a-z0-9]+", "-", job.run_dir.name.lower()).strip("-")
     name = name if name[:1].isalpha() else f"run-{name}"
     digest = hashlib.sha256(str(job.run_dir).encode()).hexdigest()[:_HASH_DIGITS]

@@ -185,8 +185,8 @@ class _Screen:
     """Shows the output lines of the processes in one start."""
 
     def __init__(self, work: Work, signals: Sequence[int]):
-        """The first line ends the display of `work`. `signals` is the list of received signals, which
-        grows."""
+        """The first line ends the display of `work`. `signals` is the list to which each received signal is
+        appended."""
         self._work, self._signals = work, signals
         self._interrupts = signals.count(signal.SIGINT)
         self._lock = threading.Lock()
@@ -325,7 +325,7 @@ class _Child:
 
 
 def _discard(sink: TextIO) -> None:
-    """Redirects a stream that has lost its reader to /dev/null, so that its buffer can be flushed at exit."""
+    """Redirects to /dev/null a stream whose reader is gone, so that its buffer can be flushed at exit."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, sink.fileno())
     os.close(null)
@@ -335,9 +335,10 @@ def _watch(children: list[_Child], signals: Sequence[int]) -> _Child | None:
     """Waits until all processes have ended without a failure, or until one has failed by itself. Returns the process
     that failed, or None.
 
-    A process that failed because another one is gone says so with its exit code, or is aborted by JAX's runtime. Then
-    there is some time to find the process at fault. If some processes have stopped early, the time to wait for the rest
-    is limited, because those have saved together, or have given up waiting.
+    A process that failed because another one is gone says so with its exit code, or is aborted by JAX's runtime. In
+    that case this function waits a little longer for the process at fault to end. Once some processes have stopped
+    early, the wait for the others is limited: the ones that stopped either saved together with the others, which should
+    therefore stop too, or gave up waiting for them.
     """
     deadlines: dict[float, float] = {}
     while True:
@@ -359,7 +360,7 @@ def _watch(children: list[_Child], signals: Sequence[int]) -> _Child | None:
 
 def _has_failed(code: int | None, signals: Sequence[int]) -> bool:
     """Returns True if a process has failed; False if it is still running (None), or was killed by a signal that we
-    passed on, because it had not installed its handler yet and so had no work to lose."""
+    passed on before the process had installed its handler, when it had no work to lose."""
     if code is None:
         return False
     return code not in (ExitCode.FINISHED, ExitCode.STOPPED) and -code not in signals

@@ -95,10 +95,10 @@ def explain(cluster: Cluster, *, as_json: bool = False) -> int:
         lines["coordinator"] = str(identity.coordinator)
     lines["GPUs"] = devices
     if as_json:
-        print(json_text(lines | {"read": result.values_read, "ignored": result.ignored}, indent=1))
+        print(json_text(lines | {"read": result.values_read, "ignored": result.ignored_launchers}, indent=1))
         return ExitCode.FINISHED
     read = [("read", f"{name}={text}") for name, text in result.values_read.items()]
-    ignored = [("ignored", f"{launcher}: {text}") for launcher, text in result.ignored.items()]
+    ignored = [("ignored", f"{launcher}: {text}") for launcher, text in result.ignored_launchers.items()]
     for name, text in [*lines.items(), *read, *ignored]:
         print(f"{name:<13} {text}")
     return ExitCode.FINISHED

@@ -11,7 +11,7 @@ from jaxmnt.distributed.identity import Identity
 from jaxmnt.errors import PreflightError
 from jaxmnt.preflight.directory import shared_rows
 from jaxmnt.preflight.facts import Facts, exchange_facts, quick_facts
-from jaxmnt.preflight.network import Card, active_ports, cards_of, nccl_card
+from jaxmnt.preflight.network import Interface, active_ports, interfaces_up, nccl_interface
 from jaxmnt.preflight.table import Row, describe_hosts, failed_row, failures, from_json, ok_row, to_json, warning_row
 from jaxmnt.units import size
 
@@ -130,36 +130,39 @@ def _check_interfaces(all_facts: Sequence[Facts]) -> list[Row]:
     """Compares the network interface that NCCL would use on each host with the best one there."""
     rows: list[Row] = []
     speed_facts: list[Facts] = []
-    card_names: list[str] = []
+    interface_names: list[str] = []
     hosts = _facts_of_hosts(all_facts)
     for facts in hosts:
-        ifname, card = nccl_card(facts)
-        usable = [card for card in cards_of(facts) if card.may_connect_hosts]
-        best = max(usable, key=lambda card: (card.megabits, card.default), default=None)
+        ifname, interface = nccl_interface(facts)
+        usable = [interface for interface in interfaces_up(facts) if interface.may_connect_hosts]
+        best = max(usable, key=lambda interface: (interface.megabits, interface.default), default=None)
         make_row: RowMaker = warning_row
         finding = ""
         advice = f"set NCCL_SOCKET_IFNAME={best.name}" if best else "give the host a network"
-        if card is None and ifname and facts["platform"] == "gpu":
+        if interface is None and ifname and facts["platform"] == "gpu":
             make_row = failed_row
             finding = f"NCCL_SOCKET_IFNAME={ifname} matches no interface there"
             advice = f"set it to {best.name}" if best else "correct it"
-        elif len(hosts) > 1 and (card is None or not card.may_connect_hosts):
-            finding = f"NCCL would use {card.name if card else 'no interface'}, which reaches no other host"
-        elif card and best and card.megabits and best.megabits > 2 * card.megabits:
-            finding = f"NCCL would use {card.name} with {_speed_text(card)}, and {best.name} has {_speed_text(best)}"
+        elif len(hosts) > 1 and (interface is None or not interface.may_connect_hosts):
+            finding = f"NCCL would use {interface.name if interface else 'no interface'}, which reaches no other host"
+        elif interface and best and interface.megabits and best.megabits > 2 * interface.megabits:
+            speeds = _speed_text(interface), _speed_text(best)
+            finding = f"NCCL would use {interface.name} with {speeds[0]}, and {best.name} has {speeds[1]}"
         if finding:
             rows.append(make_row("network interface", facts["host"], finding, advice))
-        speed_facts.append(facts | {"speed": _speed_text(card) if card else "no interface"})
-        card_names += [card.name] if card else []
-    rows = rows or [ok_row("network interface", describe_hosts(process_hosts(hosts)), next(iter(card_names), "none"))]
+        speed_facts.append(facts | {"speed": _speed_text(interface) if interface else "no interface"})
+        interface_names += [interface.name] if interface else []
+    rows = rows or [
+        ok_row("network interface", describe_hosts(process_hosts(hosts)), next(iter(interface_names), "none"))
+    ]
     return rows + _compare_fact(
         speed_facts, "network speed", "speed", warning_row, "look at its link and its switch port"
     )
 
 
-def _speed_text(card: Card) -> str:
-    """Returns the speed of a card, for a message."""
-    return f"{card.megabits / 1000:g} Gbit/s" if card.megabits else "an unknown speed"
+def _speed_text(interface: Interface) -> str:
+    """Returns the speed of an interface, for a message."""
+    return f"{interface.megabits / 1000:g} Gbit/s" if interface.megabits else "an unknown speed"
 
 
 def _check_fabric(all_facts: Sequence[Facts]) -> list[Row]:

@@ -92,7 +92,7 @@ def thorough_facts() -> Facts:
         "memory": {"all": 0 if free is None else host_memory_bytes(), "free": free or 0},
         "shm": shutil.disk_usage(_SHM).free if _SHM.exists() else 0,
         "image": os.environ.get("JAXMNT_IMAGE", ""),
-        "nics": [vars(card) for card in network.cards()],
+        "nics": [vars(interface) for interface in network.read_interfaces()],
         "fabric": [vars(port) for port in network.fabric_ports()],
         "nccl": {name: value for name, value in sorted(os.environ.items()) if name.startswith("NCCL_")},
         "xids": _kernel_xids(),

@@ -176,7 +176,7 @@ def _checkpoint_interval(run: _RunView) -> Iterator[Advice]:
     config = run.config
     if config.get("checkpoint.every_minutes") == "auto" and config.get("checkpoint.every_steps") == 0:
         return  # the run itself chooses the interval with the same formula
-    failures = sum(attempt.end in ("failed", "hang", "peer_lost", None) for attempt in run.attempts[:-1])
+    failures = sum(attempt.end_kind in ("failed", "hang", "peer_lost", None) for attempt in run.attempts[:-1])
     failure_interval, source = seconds_between_failures(
         config.get("checkpoint.hours_between_failures"), failures, run.total_seconds, run.attempts[-1].devices
     )
@@ -224,7 +224,7 @@ def _straggler_key(record: Record) -> tuple[int, str, str]:
 def _recompilations(run: _RunView) -> Iterator[Advice]:
     # Attempts with a changed config do not count, because they compile a different program.
     unchanged_attempts = [attempt for attempt in run.attempts if not events_of([attempt], "config_change")]
-    compile_seconds = [attempt.laps.get("compile", 0.0) for attempt in unchanged_attempts]
+    compile_seconds = [attempt.start_phase_seconds.get("compile", 0.0) for attempt in unchanged_attempts]
     if len(compile_seconds) < 2 or not compile_seconds[0] or not run.total_seconds:
         return
     first, *restarts = compile_seconds

@@ -163,19 +163,19 @@ def _mean(values: Iterable[Any]) -> float | None:
 
 def _state(last: Attempt, is_over: bool) -> str:
     """Returns the state of a run in words, from its last attempt."""
-    if last.end == "end":
+    if last.end_kind == "end":
         end_event = next(record for record in reversed(last.events) if record["kind"] == "end")
         return "finished" if end_event["finished"] else "stopped with a checkpoint"
-    if last.end is not None:
-        return {"failed": "failed", "hang": "hung", "peer_lost": "lost a process"}.get(last.end, last.end)
+    if last.end_kind is not None:
+        return {"failed": "failed", "hang": "hung", "peer_lost": "lost a process"}.get(last.end_kind, last.end_kind)
     return "ended abruptly" if is_over else "under way"
 
 
 def _is_active(run_dir: Path, attempts: Sequence[Attempt]) -> bool:
     """Returns True if the run seems to be running, because it recorded no end and wrote something recently."""
-    if attempts[-1].end is not None:
+    if attempts[-1].end_kind is not None:
         return False
-    write_times = [attempts[-1].ended]
+    write_times = [attempts[-1].end_time]
     for name in ("lock.beat", "metrics.jsonl", "events/0.jsonl"):
         path = run_dir / name
         write_times += [path.stat().st_mtime] if path.is_file() else []
@@ -188,10 +188,10 @@ def _attempt_record(attempt: Attempt, parts: dict[str, float]) -> Record:
     """Returns the part of the report that concerns one attempt. `parts` has the seconds of each part of its time."""
     return {
         "attempt": attempt.number,
-        "began": attempt.began,
-        "ended": attempt.ended,
-        "end": attempt.end,
-        "why": next((event.get("why") for event in reversed(attempt.events) if event["kind"] == attempt.end), None),
+        "began": attempt.begin_time,
+        "ended": attempt.end_time,
+        "end": attempt.end_kind,
+        "why": next((event.get("why") for event in attempt.events[::-1] if event["kind"] == attempt.end_kind), None),
         "finished": any(event["kind"] == "end" and event["finished"] for event in attempt.events),
         "devices": attempt.devices,
         "resumed_after": attempt.resumed_after,
@@ -199,7 +199,7 @@ def _attempt_record(attempt: Attempt, parts: dict[str, float]) -> Record:
         "last_step": attempt.steps[-1]["step"] if attempt.steps else None,
         "steps": len(attempt.steps),
         "lost_steps": attempt.lost_steps,
-        "start_seconds": attempt.laps,
+        "start_seconds": attempt.start_phase_seconds,
         "seconds": parts,
     }
 
@@ -269,7 +269,7 @@ def _timeline(attempts: Sequence[Attempt]) -> list[Record]:
     """Returns the events that the timeline shows, ordered by time."""
     entries_by_kind: dict[str, list[Record]] = {}
     for attempt in attempts:
-        start = {"kind": "start", "time": attempt.began, "step": attempt.resumed_after}
+        start = {"kind": "start", "time": attempt.begin_time, "step": attempt.resumed_after}
         for record in [start, *attempt.events]:
             if record["kind"] in _TIMELINE_KINDS:
                 entry = {"time": record["time"], "attempt": attempt.number, "text": _event_text(record)}

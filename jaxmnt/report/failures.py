@@ -95,8 +95,8 @@ def find_failures(
     starts = _launcher_starts(run_dir)
     failures = []
     for index, (attempt, seconds, next_attempt) in enumerate(zip(attempts, parts, [*attempts[1:], None], strict=True)):
-        ended_abruptly = attempt.end is None and (next_attempt is not None or is_over)
-        if attempt.end not in _FAILURE_RANK and not ended_abruptly:
+        ended_abruptly = attempt.end_kind is None and (next_attempt is not None or is_over)
+        if attempt.end_kind not in _FAILURE_RANK and not ended_abruptly:
             continue
         failure_events = events[index].failures
         root_event = _root_failure(failure_events)
@@ -111,7 +111,7 @@ def find_failures(
         failures.append(
             Failure(
                 attempt=attempt.number,
-                time=root_event["time"] if root_event else attempt.ended,
+                time=root_event["time"] if root_event else attempt.end_time,
                 step=last_step + attempt.lost_steps,
                 kind=root_event["kind"] if root_event else "killed",
                 why=str(root_event.get("why") or "no reason was recorded") if root_event else "it ended abruptly",
@@ -168,7 +168,7 @@ def _describe_next(attempt: Attempt, next_attempt: Attempt | None) -> str:
     """Describes the attempt that follows a failed attempt."""
     if next_attempt is None:
         return "nothing yet"
-    wait_seconds = max(0.0, next_attempt.began - attempt.ended)
+    wait_seconds = max(0.0, next_attempt.begin_time - attempt.end_time)
     repeated = f", and repeated {counted(attempt.lost_steps, 'step', 'steps')}" if attempt.lost_steps else ""
     step = next_attempt.resumed_after
     return f"attempt {next_attempt.number} resumed after step {step}, {wait_seconds:.0f} s later{repeated}"
@@ -218,7 +218,7 @@ def _exit_code(starts: list[Record], attempt: Attempt) -> int | None:
         for start in starts
         if isinstance(start.get("began"), int | float) and type(start.get("code")) is int
     ]
-    began = attempt.began - attempt.shifted_seconds
+    began = attempt.begin_time - attempt.shifted_seconds
     last_start = max((entry for entry in codes if entry[0] <= began + _START_TOLERANCE_SECONDS), default=None)
     return last_start[1] if last_start is not None and last_start[0] >= began - _MAX_START_AGE_SECONDS else None
 
@@ -266,7 +266,7 @@ def _tail(path: Path, attempt: Attempt, begin: int, end: int | None, *, is_job_l
         if not path.is_file():
             return ""
         write_time = path.stat().st_mtime + attempt.shifted_seconds
-        if is_job_log and not attempt.began <= write_time <= attempt.ended + _JOB_LOG_GRACE_SECONDS:
+        if is_job_log and not attempt.begin_time <= write_time <= attempt.end_time + _JOB_LOG_GRACE_SECONDS:
             return ""
         with path.open("rb") as file:
             end = path.stat().st_size if end is None else end

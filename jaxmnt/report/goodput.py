@@ -31,7 +31,7 @@ PARTS = {
 }
 """The parts of the wall time of a run, each with its description."""
 
-_START_LAPS = ("process", "environment", "import", "rendezvous", "preflight", "data")
+_START_PHASES = ("process", "environment", "import", "rendezvous", "preflight", "data")
 _HOUR = 3600.0
 
 
@@ -66,8 +66,8 @@ def goodput(attempts: Sequence[Attempt]) -> Goodput:
         for part, seconds in attempt_parts(attempt, typical_seconds).items():
             parts[part] += seconds
         if previous is not None:
-            parts["between"] += max(0.0, attempt.began - previous.ended)
-    wall_seconds = attempts[-1].ended - attempts[0].began
+            parts["between"] += max(0.0, attempt.begin_time - previous.end_time)
+    wall_seconds = attempts[-1].end_time - attempts[0].begin_time
     tokens = next((attempt.steps[-1]["tokens"] for attempt in reversed(attempts) if attempt.steps), 0)
     cost = cost_of(attempts)
     running_seconds = wall_seconds - parts["between"]
@@ -75,7 +75,7 @@ def goodput(attempts: Sequence[Attempt]) -> Goodput:
         seconds=parts,
         wall_seconds=wall_seconds,
         ettr=parts["steps"] / wall_seconds if wall_seconds else 0.0,
-        ettr_last_hour=_ettr_since(attempts, attempts[-1].ended - _HOUR, typical_seconds),
+        ettr_last_hour=_ettr_since(attempts, attempts[-1].end_time - _HOUR, typical_seconds),
         tokens=tokens,
         gpu_hours=sum(map(_device_hours, attempts)),
         cost=cost,
@@ -115,9 +115,9 @@ def attempt_parts(attempt: Attempt, typical_seconds: float) -> dict[str, float]:
     `typical_seconds` is the duration of a typical step.
     """
     parts = dict.fromkeys(PARTS, 0.0)
-    parts["start"] = sum(attempt.laps.get(lap, 0.0) for lap in _START_LAPS)
-    parts["compile"] = attempt.laps.get("compile", 0.0)
-    parts["restore"] = attempt.laps.get("restore", 0.0)
+    parts["start"] = sum(attempt.start_phase_seconds.get(phase, 0.0) for phase in _START_PHASES)
+    parts["compile"] = attempt.start_phase_seconds.get("compile", 0.0)
+    parts["restore"] = attempt.start_phase_seconds.get("restore", 0.0)
     bad_steps = _bad_steps(attempt)
     for line, productive_seconds, data_seconds in _split_steps(attempt, typical_seconds):
         step_seconds = number(line, "step_seconds")
@@ -137,8 +137,8 @@ def attempt_parts(attempt: Attempt, typical_seconds: float) -> dict[str, float]:
     if recorded_seconds > attempt.seconds:  # a clock was set during the attempt, so scale the parts down
         return {part: seconds * attempt.seconds / recorded_seconds for part, seconds in parts.items()}
     remaining_seconds = attempt.seconds - recorded_seconds
-    tail_seconds = min(remaining_seconds, max(0.0, attempt.ended - _last_work_time(attempt)))
-    parts[_TAIL_PART.get(attempt.end or "", "failure")] += tail_seconds
+    tail_seconds = min(remaining_seconds, max(0.0, attempt.end_time - _last_work_time(attempt)))
+    parts[_TAIL_PART.get(attempt.end_kind or "", "failure")] += tail_seconds
     parts["other"] += remaining_seconds - tail_seconds
     return parts
 
@@ -153,7 +153,8 @@ For other kinds it is `failure`. A run that finishes waits for its last checkpoi
 def _last_work_time(attempt: Attempt) -> float:
     """Returns the time at which an attempt finished its last step, evaluation or phase of its start."""
     lines = [*attempt.steps[-1:], *attempt.evals[-1:]]
-    return max([attempt.began + sum(attempt.laps.values()), attempt.lost_until, *(line["time"] for line in lines)])
+    end_of_start = attempt.begin_time + sum(attempt.start_phase_seconds.values())
+    return max([end_of_start, attempt.lost_until, *(line["time"] for line in lines)])
 
 
 def typical_step(attempts: Sequence[Attempt]) -> float:
@@ -195,10 +196,10 @@ def _productive_seconds(attempts: Sequence[Attempt], typical_seconds: float) -> 
 
 def _ettr_since(attempts: Sequence[Attempt], begin: float, typical_seconds: float) -> float:
     """Returns the productive share of the time from `begin`, in unix seconds, to the end of the run."""
-    begin = max(begin, attempts[0].began)
+    begin = max(begin, attempts[0].begin_time)
     recent_steps = [(time, seconds) for time, seconds in _productive_seconds(attempts, typical_seconds) if time > begin]
     productive_seconds = sum(min(seconds, time - begin) for time, seconds in recent_steps)
-    wall_seconds = attempts[-1].ended - begin
+    wall_seconds = attempts[-1].end_time - begin
     return min(1.0, productive_seconds / wall_seconds) if wall_seconds > 0 else 0.0
 
 
@@ -214,7 +215,7 @@ def sliding_ettr(attempts: Sequence[Attempt]) -> list[float]:
     ordered_times = np.maximum.accumulate(times)  # a clock may have been set back
     cumulative = np.concatenate([[0.0], np.cumsum(productive)])
     cumulative_an_hour_earlier = cumulative[np.searchsorted(ordered_times, ordered_times - _HOUR, side="right")]
-    wall_seconds = np.minimum(_HOUR, ordered_times - attempts[0].began)
+    wall_seconds = np.minimum(_HOUR, ordered_times - attempts[0].begin_time)
     shares = (cumulative[1:] - cumulative_an_hour_earlier) / np.maximum(wall_seconds, 1e-9)
     return np.clip(shares, 0.0, 1.0).tolist()
 

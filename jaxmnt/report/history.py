@@ -29,17 +29,17 @@ class Attempt:
     """One start of a run, as process 0 recorded it. Times are unix seconds."""
 
     number: int
-    began: float
+    begin_time: float
     """The time at which process 0 was created."""
-    ended: float
+    end_time: float
     """The time of the last record of the attempt."""
     devices: int
     cost_per_gpu_hour: float | None
     resumed_after: int
     """The step of the checkpoint from which the attempt resumed; 0 if it did not resume."""
-    end: str | None
+    end_kind: str | None
     """The kind of the event that ended the attempt, such as end, failed or hang; None if it recorded no end."""
-    laps: dict[str, float]
+    start_phase_seconds: dict[str, float]
     """Seconds of each phase before the first step; empty if the attempt did not reach a step."""
     start: Record = field(default_factory=dict)
     """The start event of the attempt."""
@@ -60,7 +60,7 @@ class Attempt:
     @property
     def seconds(self) -> float:
         """The duration of the attempt."""
-        return self.ended - self.began
+        return self.end_time - self.begin_time
 
 
 def read_attempts(run_dir: Path) -> list[Attempt]:
@@ -101,13 +101,13 @@ def _attempts_from_metrics(lines: list[Record]) -> list[Attempt]:
         if attempt_number not in attempts:
             attempts[attempt_number] = Attempt(
                 number=attempt_number,
-                began=line["time"] - number(line, "step_seconds"),
-                ended=line["time"],
+                begin_time=line["time"] - number(line, "step_seconds"),
+                end_time=line["time"],
                 devices=1,
                 cost_per_gpu_hour=None,
                 resumed_after=max(0, line["step"] - 1),
-                end=None,
-                laps={},
+                end_kind=None,
+                start_phase_seconds={},
             )
     ordered_attempts = sorted(attempts.values(), key=lambda attempt: attempt.number)
     _assign_lines(lines, ordered_attempts)
@@ -143,13 +143,13 @@ def _remove_overlaps(ordered_attempts: list[Attempt]) -> None:
     The clock of the last attempt is assumed to be correct.
     """
     for attempt, next_attempt in reversed(list(pairwise(ordered_attempts))):
-        overlap = attempt.ended - next_attempt.began
-        excess_pause = next_attempt.began - _MAX_PAUSE_SECONDS - attempt.ended
+        overlap = attempt.end_time - next_attempt.begin_time
+        excess_pause = next_attempt.begin_time - _MAX_PAUSE_SECONDS - attempt.end_time
         shift = -overlap if overlap > 0 else max(0.0, excess_pause)
         if shift:
             _shift(attempt, shift)
     # If the last clock was near 1970, the shifts can make earlier times negative. Then move all attempts forward.
-    seconds_below_zero = -min(0.0, ordered_attempts[0].began) if ordered_attempts else 0.0
+    seconds_below_zero = -min(0.0, ordered_attempts[0].begin_time) if ordered_attempts else 0.0
     for attempt in ordered_attempts if seconds_below_zero else []:
         _shift(attempt, seconds_below_zero)
 
@@ -157,8 +157,8 @@ def _remove_overlaps(ordered_attempts: list[Attempt]) -> None:
 def _shift(attempt: Attempt, seconds: float) -> None:
     """Adds seconds to all times of an attempt."""
     attempt.shifted_seconds += seconds
-    attempt.began += seconds
-    attempt.ended += seconds
+    attempt.begin_time += seconds
+    attempt.end_time += seconds
     attempt.lost_until += seconds if attempt.lost_until else 0.0
     for record in (attempt.start, *attempt.events, *attempt.steps, *attempt.evals):
         if "time" in record:
@@ -172,7 +172,7 @@ def attempt_index_at(time: float, attempts: Sequence[Attempt], tolerance: float)
     """
     for index in reversed(range(len(attempts))):
         attempt = attempts[index]
-        if attempt.began <= time + attempt.shifted_seconds <= attempt.ended + tolerance:
+        if attempt.begin_time <= time + attempt.shifted_seconds <= attempt.end_time + tolerance:
             return index
     return None
 
@@ -192,17 +192,17 @@ def seconds_ahead(bounds: Any) -> float:
 def _new_attempt(start: Record) -> Attempt:
     """Returns the attempt that begins with a start event."""
     devices = int(number(start, "devices"))
-    began = start["time"] if start.get("began") is None else number(start, "began")
+    begin_time = start["time"] if start.get("began") is None else number(start, "began")
     price = start.get("cost_per_gpu_hour")
     return Attempt(
         number=start["attempt"],
-        began=min(began, start["time"]),
-        ended=start["time"],
+        begin_time=min(begin_time, start["time"]),
+        end_time=start["time"],
         devices=devices if 0 < devices < _MAX_DEVICES else 1,
         cost_per_gpu_hour=price if type(price) in (int, float) else None,
         resumed_after=start.get("step", 0),
-        end=None,
-        laps={},
+        end_kind=None,
+        start_phase_seconds={},
         start=start,
     )
 
@@ -210,12 +210,12 @@ def _new_attempt(start: Record) -> Attempt:
 def _apply_events(attempt: Attempt) -> None:
     """Sets the kind and time of an attempt's end, and the durations of its start phases, from its events."""
     for record in attempt.events:
-        attempt.ended = max(attempt.ended, record["time"])
+        attempt.end_time = max(attempt.end_time, record["time"])
         if record["kind"] in FINAL_EVENTS:
-            attempt.end = record["kind"]
+            attempt.end_kind = record["kind"]
         elif record["kind"] == "started" and isinstance(record.get("seconds"), dict):
-            laps = record["seconds"]
-            attempt.laps = {name: number(laps, name) for name in laps}
+            phases = record["seconds"]
+            attempt.start_phase_seconds = {name: number(phases, name) for name in phases}
 
 
 def _add_lost_steps(attempt: Attempt, repetition: Record) -> None:
@@ -223,7 +223,7 @@ def _add_lost_steps(attempt: Attempt, repetition: Record) -> None:
     attempt.lost_steps += int(number(repetition, "steps"))
     attempt.lost_seconds += number(repetition, "seconds")
     attempt.lost_until = max(attempt.lost_until, number(repetition, "until"))
-    attempt.ended = max(attempt.ended, attempt.lost_until)
+    attempt.end_time = max(attempt.end_time, attempt.lost_until)
 
 
 def _assign_lines(lines: list[Record], attempts: list[Attempt]) -> None:
@@ -234,11 +234,11 @@ def _assign_lines(lines: list[Record], attempts: list[Attempt]) -> None:
             continue
         attempt = attempt_of_number.get(line.get("attempt", -1))
         if attempt is None:
-            earlier_attempts = (candidate for candidate in reversed(attempts) if candidate.began <= line["time"])
+            earlier_attempts = (candidate for candidate in reversed(attempts) if candidate.begin_time <= line["time"])
             attempt = next(earlier_attempts, attempts[0])
         lines_of_kind = attempt.steps if line["kind"] == "train" else attempt.evals
         lines_of_kind.append(line)
-        attempt.ended = max(attempt.ended, line["time"])
+        attempt.end_time = max(attempt.end_time, line["time"])
 
 
 def events_of(attempts: Sequence[Attempt], kind: str) -> list[Record]:

@@ -57,8 +57,9 @@ def _attempt_spans(attempt: Attempt, first_step: int) -> Iterator[Span]:
     """Yields spans for an attempt, for its steps from `first_step` on (with the loss as a counter), and for its
     evaluations."""
     yield _span(
-        _ALL_PROCESSES, _EVENT_TRACK, f"attempt {attempt.number}", attempt.began, attempt.seconds, {"end": attempt.end}
-    )
+        _ALL_PROCESSES, _EVENT_TRACK, f"attempt {attempt.number}", attempt.begin_time, attempt.seconds,
+        {"end": attempt.end_kind},
+    )  # fmt: skip
     for line in attempt.steps:
         if line["step"] < first_step:
             continue

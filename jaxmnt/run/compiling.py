@@ -63,7 +63,7 @@ def _begin_events(run: OpenedRun) -> Events:
     repair(event_file(run.directory, process))
     events = Events(run.directory, process)
     events.on_written = run.notifier
-    for message in run.start.damaged if run.writes else []:
+    for message in run.start.damage_remarks if run.writes else []:
         events.write("checkpoint_damaged", why=message)
     environment = {"environment": report.environment(run.devices)} if run.writes else {}
     events.write(

@@ -84,7 +84,7 @@ class ResumePoint:
     """Changes of the config since that checkpoint."""
     remarks: list[str] = field(default_factory=list)
     """Messages for the user about what was taken over, set aside or changed."""
-    damaged: list[str] = field(default_factory=list)
+    damage_remarks: list[str] = field(default_factory=list)
     """Those of `remarks` that are about damaged checkpoints."""
     fresh: bool = False
     """True if --fresh was passed, so that the same command may begin another run."""
@@ -115,13 +115,15 @@ class Decision:
     """The decision on what to do with a run's directory, once unfinished and damaged checkpoints are cleaned up."""
 
     resume: ResumePoint | None = None
-    """The point at which the run resumes. If this and `refusal` are None, the run begins."""
+    """The point at which the run resumes. If this and `refusal` are None and `only_damaged` is False, `begin_run`
+    makes the point at which the run begins."""
     changes_to_record: list[Change] | None = None
     """Changes to record as accepted; None to leave the record unchanged."""
     refusal: UserError | None = None
-    """The error with which the start ends; None if it may proceed."""
+    """The error that refuses this start; None if it may proceed."""
     only_damaged: bool = False
-    """True if the start ends because only damaged checkpoints are left. The error then says where these are kept."""
+    """True if this start must be refused because only damaged checkpoints are left. `carry_out` raises the error, which
+    says where they are kept."""
 
 
 def decide(
@@ -130,7 +132,8 @@ def decide(
     """Decides what to do with a run's directory, given the `digests` of the data sources. Changes nothing.
 
     Reads no files, except a checkpoint's number of optimizer updates if the learning rate schedule has changed. Raises
-    `UserError` if nothing in the directory may be changed, even if it has unfinished or damaged checkpoints.
+    `UserError` if the directory must be left untouched, so that not even unfinished or damaged checkpoints may be
+    cleaned up.
     """
     _check_may_change(contents)
     if contents.checkpoint is not None:
@@ -153,10 +156,11 @@ def decide(
 
 
 def _check_may_change(contents: RunDirectory) -> None:
-    """Raises an error if nothing in the directory may be changed.
+    """Raises an error if the directory must be left untouched.
 
-    It is a `ConfigError` if the checkpoints may belong to another run, or if the previous checkpoint directory has a
-    later one. It is a `UserError` if a later checkpoint cannot be reached at the moment.
+    It is a `ConfigError` if the checkpoints may belong to another run, or if the previous checkpoint directory holds a
+    later checkpoint than the current directory. It is a `UserError` if a later checkpoint cannot be reached at the
+    moment.
     """
     if contents.foreign_checkpoint is not None:
         owner = printable(contents.foreign_checkpoint.manifest.run)
@@ -217,8 +221,8 @@ def carry_out(
     Its remarks begin with `remarks`. Raises the decision's refusal, and `ConfigError` if the run cannot begin from what
     its config names.
     """
-    cleaned, damaged = clean_up(contents.root, contents.run)
-    remarks = remarks + cleaned + damaged
+    cleaned, damage_remarks = clean_up(contents.root, contents.run)
+    remarks = remarks + cleaned + damage_remarks
     if decision.only_damaged:
         raise ConfigError(
             f"run.dir: no valid checkpoint is left in {contents.root}, only damaged ones "
@@ -235,7 +239,7 @@ def carry_out(
             fields = {"run": start.run_id, "lineage": start.lineage, "time": time.time()}
             begun_by = {"begun_by": fresh.job_identifiers(os.environ)} if flags.fresh else {}
             publish(directory / RUN_FILE, json_text(fields | begun_by, indent=1) + "\n")
-    return replace(start, remarks=remarks + start.remarks, damaged=damaged)
+    return replace(start, remarks=remarks + start.remarks, damage_remarks=damage_remarks)
 
 
 def begin_run(config: Config, data: Sources, run: str) -> ResumePoint:
@@ -401,7 +405,7 @@ _TRANSIENT_ERRORS = (
 
 
 def _user_error(error: OSError, config: Config) -> UserError:
-    """Returns the error with which the start ends.
+    """Returns the error that refuses the start.
 
     It is a `UserError`, so that the start is retried, if a file server does not respond or this run has trained before.
     Otherwise it is a `ConfigError`.

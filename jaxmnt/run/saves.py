@@ -39,7 +39,7 @@ class CheckpointManager:
         self._identity = run.identity
         self._root = checkpoint_root(config) / CHECKPOINTS
         needed = space_needed(stored_bytes(program.canonical_abstract_state), run.identity.processes)
-        self._needed = needed
+        self._space_needed = needed
         self._locks = run.locks
         self._eval_tokens = config.train.eval_tokens
         self.saver = Saver(self._root, config.checkpoint, needed, run.identity, lambda: _confirm_locks(run.locks))
@@ -78,7 +78,7 @@ class CheckpointManager:
         """
         message = None
         if self._identity.process_id == 0:
-            message = shortage(self._root, self._needed) or ""
+            message = shortage(self._root, self._space_needed) or ""
         missing_space = broadcast("room for a checkpoint", message, self._identity)
         if missing_space:
             raise UserError(
@@ -88,7 +88,7 @@ class CheckpointManager:
         if self._identity.process_id == 0 and isinstance(self._root, Path):
             present = sum(not is_link(path) for _, path in step_directories(self._root))
             further_checkpoints = max(1, self._settings.keep + 1 - present)
-            message = shortage(self._root, self._needed, further_checkpoints)
+            message = shortage(self._root, self._space_needed, further_checkpoints)
             if message:
                 self._status.line(f"note    {self._settings.keep + 1} checkpoints will not fit: {message}")
 
@@ -140,28 +140,28 @@ class CheckpointManager:
 
     def poll(self, *, wait: bool = False) -> None:
         """Reports the outcome of the last save, if it is known by now. With `wait`, waits until it is."""
-        saved = self.saver.result(wait=wait)
-        if saved is None:
+        result = self.saver.result(wait=wait)
+        if result is None:
             return
-        if saved.failure is not None:
-            self._report_failure(saved, saved.failure)
+        if result.failure is not None:
+            self._report_failure(result, result.failure)
             return
-        if saved.not_removed is not None:
+        if result.removal_failure is not None:
             self._status.line(
-                f"WARNING older checkpoints could not be removed: {saved.not_removed}; fix that, and the next save "
-                "will remove them"
+                f"WARNING older checkpoints could not be removed: {result.removal_failure}; fix that, and the next "
+                "save will remove them"
             )
         self._failed_in_a_row = 0
         self.count += 1
-        self._timer.record_cost(self._last_blocked_seconds, saved.seconds)
+        self._timer.record_cost(self._last_blocked_seconds, result.seconds)
         self._events.write(
             "checkpoint_commit",
-            step=saved.step,
-            seconds=saved.seconds,
+            step=result.step,
+            seconds=result.seconds,
             blocked_seconds=self._last_blocked_seconds,
-            bytes=saved.bytes,
+            bytes=result.bytes,
             next_seconds=self._timer.seconds,
-            not_removed=saved.not_removed,
+            not_removed=result.removal_failure,
         )
 
     def finish(self, step: int, state: Any, tokens: int, loss: float | None) -> None:
@@ -171,13 +171,13 @@ class CheckpointManager:
             self.save(step, state, tokens, loss)
             self.poll(wait=True)
 
-    def _report_failure(self, saved: SaveResult, why: str) -> None:
+    def _report_failure(self, result: SaveResult, why: str) -> None:
         self._failed_in_a_row += 1
         delay = _RETRY_SECONDS[min(self._failed_in_a_row, len(_RETRY_SECONDS)) - 1]
         self._retry_at = time.monotonic() + delay
-        self._events.write("checkpoint_failed", step=saved.step, why=why, failed_in_a_row=self._failed_in_a_row)
+        self._events.write("checkpoint_failed", step=result.step, why=why, failed_in_a_row=self._failed_in_a_row)
         self._status.line(
-            f"WARNING checkpoint {saved.step} could not be saved: {why}; the save will be tried again (failure "
+            f"WARNING checkpoint {result.step} could not be saved: {why}; the save will be tried again (failure "
             f"{self._failed_in_a_row} of {self._settings.max_failed_saves} in a row)"
         )
         self._last_failure = why
