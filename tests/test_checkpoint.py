@@ -429,7 +429,7 @@ def test_too_little_room_is_said_before_anything_is_written(tmp_path, monkeypatc
         f_bavail, f_frsize, f_files, f_favail = 10, 4096, real.f_files, real.f_favail
 
     monkeypatch.setattr(os, "statvfs", lambda path: Full)
-    assert "40 KiB are free" in (save(tmp_path, 1, state).failure or "")
+    assert "40 KiB is free" in (save(tmp_path, 1, state).failure or "")
     Full.f_bavail, Full.f_files, Full.f_favail = 1 << 30, 100, 3
     assert "3 inodes are free" in (save(tmp_path, 1, state).failure or "")
     assert not list(tmp_path.iterdir())
