@@ -1,10 +1,11 @@
 """python -m jaxmnt.generate --run RUN[@STEP] [--prompt TEXT | --input FILE]: continues text with a checkpoint of a run.
 
 RUN is a run directory, or the folder or gs:// address of checkpoint.dir; without STEP, its newest valid checkpoint is
-used. Neither the data nor the folder in which the run was started is needed. FILE has JSON lines with "prompt", or with
-"messages" for --chat, to which "tools", "documents" and "chat_template_kwargs" may be added for the chat template. Each
-becomes an output line with "text", "tokens" and "finish" (end, stop or length). A line that cannot be used becomes a
-line with "error", and the exit code at the end is 2.
+used. Neither the data nor the folder in which the run was started is needed. With --chat, a prompt is a user's turn;
+without a prompt, --chat holds a conversation at the terminal, which Ctrl-D ends. FILE has JSON lines with "prompt", or
+with "messages" for --chat, to which "tools", "documents" and "chat_template_kwargs" may be added for the chat template.
+Each becomes an output line with "text", "tokens" and "finish" (end, stop or length), and with --expect also "exact". A
+line that cannot be used becomes a line with "error", and the exit code at the end is 2.
 """
 
 import argparse
@@ -16,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from jaxmnt.commands import LOCAL_EXIT_CODES, Parser, path_argument, run_command
-from jaxmnt.errors import ConfigError, ExitCode, counted
+from jaxmnt.errors import ConfigError, ExitCode, counted, printable, remark
 from jaxmnt.strict_json import json_text
 from jaxmnt.telemetry.progress import Work, working
 from jaxmnt.trained_model import (
@@ -30,8 +31,9 @@ from jaxmnt.trained_model import (
 )
 
 if TYPE_CHECKING:
-    from jaxmnt.trained_model import SelectedModel, TrainedModel, Vocabulary
+    from jaxmnt.trained_model import SelectedModel, TrainedModel
     from jaxmnt.training.inference import Sampling
+    from jaxmnt.vocabulary import Vocabulary
 
 _DEFAULT_TOKENS = 200
 _SEED_LIMIT = 2**31
@@ -55,10 +57,20 @@ class Request:
     tokens: list[int] = field(default_factory=list)
     text: str = ""
     finish: str | None = None
+    number_in_chat: int = 0
+    """Number of the model's earlier turns in a conversation at the terminal."""
+    expected: str | None = None
+    """Text that the answer should be; None if nothing is expected."""
+
+    @property
+    def is_exact(self) -> bool:
+        """True if the text is the expected text. White space at the ends of both does not count."""
+        return self.expected is not None and self.text.strip() == self.expected.strip()
 
     def to_json(self) -> dict[str, Any]:
         """Returns the output line for the request."""
-        return self.record | {"text": self.text, "tokens": len(self.tokens), "finish": self.finish}
+        exact = {} if self.expected is None else {"exact": self.is_exact}
+        return self.record | {"text": self.text, "tokens": len(self.tokens), "finish": self.finish} | exact
 
     def take(self, token: int, vocabulary: "Vocabulary") -> None:
         """Adds a generated token, and sets `finish` if the text ends with it."""
@@ -87,10 +99,16 @@ def main(arguments: list[str]) -> int:
         if loaded is None:
             return ExitCode.FINISHED
         model, requests = loaded
-        refused = 0
+        refused = exact = expected = 0
         for batch in _batches(requests, 1 if options.input is None else options.batch):
             _run(model, batch, options, work)
             refused += sum(isinstance(request, RefusedLine) for _, request in batch)
+            answered = [request for _, request in batch if isinstance(request, Request)]
+            expected += sum(request.expected is not None for request in answered)
+            exact += sum(request.is_exact for request in answered)
+    if options.expect is not None:
+        share = f" ({100 * exact / expected:.1f} %)" if expected else ""
+        remark(f"exact   {exact} of {expected}{share}")
     return exit_code_of(refused)
 
 
@@ -128,7 +146,8 @@ def _run(
             work.does("")
             shown[0] = _show(shown[0], first.prompt + _final_text(first))
 
-        work.does("compiling")
+        if first.number_in_chat == 0:
+            work.does("compiling")
         complete(model, requests, sampling, show)
         print()
         return
@@ -167,25 +186,49 @@ def _show(shown: str, text: str) -> str:
 
 def _requests(options: argparse.Namespace, selected: "SelectedModel") -> Iterator[Request | RefusedLine]:
     """Yields the requests, line by line."""
-    if options.input is None:
-        return iter([_request(options, selected, "--prompt", _record(options))])
-    return json_lines(options.input, lambda where, record: _request(options, selected, where, record))
+    if options.input is not None:
+        return json_lines(options.input, lambda where, record: _request(options, selected, where, record))
+    if options.chat and options.prompt is None:
+        return _conversation(options, selected)
+    prompt = options.prompt or ""
+    record = {"messages": [*_system(options), _user(prompt)]} if options.chat else {"prompt": prompt}
+    return iter([_request(options, selected, "--prompt", record)])
 
 
-def _record(options: argparse.Namespace) -> dict[str, Any]:
-    """Returns the request of `--prompt` in the form of an input line."""
-    if not options.chat:
-        return {"prompt": options.prompt}
-    system = [{"role": "system", "content": options.system}] if options.system else []
-    return {"messages": [*system, {"role": "user", "content": options.prompt}]}
+def _conversation(options: argparse.Namespace, selected: "SelectedModel") -> Iterator[Request]:
+    """Yields a request for each turn that the user types, until the end of the input."""
+    messages: list[dict[str, Any]] = _system(options)
+    for number in itertools.count():
+        try:
+            text = input("you   > ")
+        except EOFError:
+            print()
+            return
+        if not text.strip():
+            continue
+        messages.append(_user(text))
+        request = _request(options, selected, "the conversation", {"messages": messages})
+        request.number_in_chat = number
+        print("model > ", end="", flush=True)
+        yield request
+        messages.append({"role": "assistant", "content": request.text})
+
+
+def _system(options: argparse.Namespace) -> list[dict[str, Any]]:
+    return [{"role": "system", "content": options.system}] if options.system else []
+
+
+def _user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
 
 
 def _request(options: argparse.Namespace, selected: "SelectedModel", where: str, record: dict[str, Any]) -> Request:
     """Returns the request in an input line. Raises `ConfigError` if it is malformed or does not fit the window."""
+    from jaxmnt.model_chat import variables_of_line
+
     vocabulary, prompt = selected.vocabulary, ""
     if options.chat:
-        text = selected.render_chat(record.get("messages"), where, variables=_template_variables(record, where))
-        ids = vocabulary.encode(text, markup=True, where=where)
+        ids = selected.chat.ids(_messages(options, record), where, variables_of_line(record, where))
     else:
         prompt = record.get("prompt", "")
         if "prompt" not in record or not isinstance(prompt, str):
@@ -207,27 +250,31 @@ def _request(options: argparse.Namespace, selected: "SelectedModel", where: str,
             f"{selected.window} tokens; {room} are generated",
             file=sys.stderr,
         )
-    return Request(ids, prompt, record, min(requested, room), tuple(options.stop))
+    stops = (*options.stop, *(selected.chat.stop_texts if options.chat else ()))
+    request = Request(ids, prompt, record, min(requested, room), stops)
+    if options.expect is not None:
+        request.expected = _expected(record, options.expect, where)
+    return request
 
 
-def _template_variables(record: dict[str, Any], where: str) -> dict[str, Any]:
-    """Returns the variables that a line passes to the chat template in addition to its messages. Raises `ConfigError`
-    if they are malformed."""
-    variables = {}
-    for name in ("tools", "documents"):
-        value = record.get(name)
-        if value is None:
-            continue
-        if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
-            raise ConfigError(f'{where}: "{name}" must be a list of objects')
-        variables[name] = value
-    extra = record.get("chat_template_kwargs")
-    if extra is not None and not isinstance(extra, dict):
-        raise ConfigError(f'{where}: "chat_template_kwargs" must be an object')
-    for name in extra or {}:
-        if name in ("messages", "add_generation_prompt") or name in variables:
-            raise ConfigError(f'{where}: "chat_template_kwargs" must not set {name}, which the line already sets')
-    return variables | (extra or {})
+def _messages(options: argparse.Namespace, record: dict[str, Any]) -> Any:
+    """Returns the messages of an input line: its "messages", or its "prompt" of messages or of a user's text."""
+    messages = record.get("messages", record.get("prompt"))
+    if isinstance(messages, str):
+        return [*_system(options), _user(messages)]
+    if options.system and isinstance(messages, list) and options.input is not None:
+        return [*_system(options), *messages]
+    return messages
+
+
+def _expected(record: dict[str, Any], field: str, where: str) -> str:
+    """Returns the text that an input line expects: a string, or the content of one message."""
+    expected = record.get(field)
+    if isinstance(expected, list) and len(expected) == 1 and isinstance(expected[0], dict):
+        expected = expected[0].get("content")
+    if not isinstance(expected, str):
+        raise ConfigError(f'{where}: it must have "{printable(field)}", the expected text, because of --expect')
+    return expected
 
 
 def _batches(requests: Iterable[Request | RefusedLine], size: int) -> Iterator[list[tuple[int, Request | RefusedLine]]]:
@@ -254,17 +301,22 @@ def _check(options: argparse.Namespace) -> None:
         raise ConfigError("--stop: an empty text matches everywhere; give some text")
     if options.system and not options.chat:
         raise ConfigError("--system: only a conversation has a system message; add --chat")
+    if options.expect is not None and options.input is None:
+        raise ConfigError("--expect: it names a field of the lines of --input; add --input")
+    if options.chat and options.prompt is None and options.input is None and not sys.stdin.isatty():
+        raise ConfigError("--chat: give --prompt or --input, or run it on a terminal to hold a conversation")
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
     parser = Parser("python -m jaxmnt.generate", description=__doc__, codes=LOCAL_EXIT_CODES)
     add_arguments(parser)
     source = parser.add_mutually_exclusive_group()
-    source.add_argument("--prompt", default="", help="text to continue (default: the start of a document)")
+    source.add_argument("--prompt", help="text to continue (default: the start of a document)")
     source.add_argument("--input", type=path_argument, metavar="FILE", help="JSON lines of prompts (-: standard input)")
     parser.add_argument(
         "--chat", action="store_true", help="the prompt is a user's turn, formatted with the model's chat template"
     )
+    parser.add_argument("--expect", metavar="FIELD", help="--input: field with the expected text; counts exact matches")
     parser.add_argument("--system", metavar="TEXT", help="with --chat: a system message before the prompt")
     parser.add_argument(
         "--tokens",

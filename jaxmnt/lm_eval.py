@@ -127,7 +127,7 @@ def adapter(selected: "SelectedModel", model: "TrainedModel", batch: int, *, cha
             return str(vocabulary.tokenizer.description["name"])
 
         def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-            return selected.render_chat(chat_history, _WHERE, add_generation_prompt)
+            return selected.chat.render(chat_history, _WHERE, add_generation_prompt)
 
     return Adapter()
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from jaxmnt.commands import LOCAL_EXIT_CODES, Parser, path_argument, run_command
 from jaxmnt.distributed.container import cores
 from jaxmnt.errors import ConfigError, ExitCode, counted, listed, printable
-from jaxmnt.storage import read_all
 
 if TYPE_CHECKING:
     from jaxmnt.data.preparation.inputs import Settings
@@ -55,14 +54,13 @@ def main(arguments: list[str]) -> int:
     from jaxmnt.telemetry.progress import status_line
     from jaxmnt.units import count, duration, size
 
-    if options.chat and _has_chat_template(options.tokenizer):
-        print(f"--chat writes ChatML, not the chat template that came with {printable(options.tokenizer)}")
     selection = Selection(options.input, options.suffix, options.exclude, options.eval_input)
     started = time.monotonic()
     try:
         with status_line() as status:
             progress = _Progress()
-            summary = build(selection, options.output, _settings(options), partial(progress.show, status))
+            show = partial(progress.show, status)
+            summary = build(selection, options.output, _settings(options), show, options.chat_template)
     except KeyboardInterrupt:
         print(f"interrupted: run the same command again to continue with {options.output}")
         return ExitCode.STOPPED
@@ -72,6 +70,8 @@ def main(arguments: list[str]) -> int:
     seconds = time.monotonic() - started
     print(f"read   {size(progress.done)} in {duration(seconds)}, {size(progress.done / seconds)} a second")
     for line in [*_describe_split(summary, options.eval_fraction), *_describe_left_out(summary)]:
+        print(line)
+    for line in _describe_conversations(summary, options):
         print(line)
     output = str(options.output)
     print(f"prepared data is in {printable(output)}: train on it with {as_typed('data.path', output)}")
@@ -126,6 +126,32 @@ def _warn_if_few_held_out(summary: "Summary", requested_fraction: float | None) 
         yield f"nothing is held out, because of --eval-fraction {requested_fraction:g}"
 
 
+def _describe_conversations(summary: "Summary", options: argparse.Namespace) -> Iterator[str]:
+    """Yields lines about the chat template, and the first conversation with its targets marked."""
+    from jaxmnt.data.batch_contents import first_document
+    from jaxmnt.data.chat.template import CHATML
+    from jaxmnt.data.inspection import labelled_lines
+
+    chat = summary.chat
+    if chat is None:
+        return
+    if chat.source == CHATML:
+        template = "ChatML" + ("" if options.chat_template else ", because no chat template came with the tokenizer")
+    else:
+        template = f"the chat template of {printable(options.chat_template or options.tokenizer)}"
+    targets = {"last": "last answers are targets", "all": "all text is a target"}.get(
+        options.learn, "all answers are targets"
+    )
+    conversations = counted(summary.conversations, "conversation", "conversations")
+    yield f"chat   {conversations} in {template}; {targets}; the first:"
+    yield from labelled_lines(first_document(options.output))
+    if summary.crossing:
+        yield (
+            f"{counted(summary.crossing, 'token crosses', 'tokens cross')} the boundary of a target, and belongs to "
+            "the text that has its last character"
+        )
+
+
 def _describe_left_out(summary: "Summary") -> Iterator[str]:
     """Yields lines about records and files that were left out, split or changed."""
     for reason in summary.left_out():
@@ -137,18 +163,6 @@ def _describe_left_out(summary: "Summary") -> Iterator[str]:
     if summary.replaced:
         documents = counted(summary.replaced, "document is", "documents are")
         yield f"{documents} not valid UTF-8; the invalid bytes were replaced"
-
-
-def _has_chat_template(tokenizer: str | None) -> bool:
-    """Returns True if the folder of the tokenizer on the command line also has a chat template."""
-    from jaxmnt.data.chat_template import TEMPLATE_FILES, chat_template
-    from jaxmnt.data.manifest import BYTES
-    from jaxmnt.data.tokenizer import file_of_tokenizer
-
-    if tokenizer is None or tokenizer == BYTES:
-        return False
-    folder = file_of_tokenizer(tokenizer).parent
-    return chat_template(read_all(folder, [name for name in TEMPLATE_FILES if (folder / name).is_file()])) is not None
 
 
 class _Progress:
@@ -195,11 +209,16 @@ def _settings(options: argparse.Namespace) -> "Settings":
     default_tokenizer: str | None = BYTES
     if options.vocab_size is not None or options.train_tokenizer:
         default_tokenizer = None
+    for name in ("learn", "chat_template", "chat_date"):
+        if getattr(options, name) is not None and not options.chat:
+            raise ConfigError(f"--{name.replace('_', '-')}: only conversations have one; add --chat")
     if options.train_tokenizer is not None and options.tokenizer is not None:
         raise ConfigError("--train-tokenizer: --tokenizer is also given; remove one of them")
     read_options = ReadOptions(
         text_field=options.text_field,
         chat=options.chat,
+        learn=options.learn or "answers",
+        chat_date=options.chat_date,
         ignored_fields=tuple(sorted(set(options.ignore_fields))),
         replace_invalid=options.replace_invalid,
         token_bytes={"uint16": 2, "uint32": 4}[options.token_dtype],
@@ -234,6 +253,12 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     add("--end-token", help="token that ends a document (default: <|endoftext|> or another common one)")
     add("--text-field", default="text", help="field or column that holds a document (text)")
     add("--chat", action="store_true", help="records hold conversations; only answers are targets")
+    add(
+        "--chat-template", type=path_argument, metavar="FILE",
+        help="--chat: chatml, or a file (default: the template beside the tokenizer, else chatml)",
+    )  # fmt: skip
+    add("--learn", choices=("answers", "last", "all"), help="--chat: what is a target (answers)")
+    add("--chat-date", metavar="DATE", help="--chat: date that the template writes as today's, such as 2026-01-31")
     add_list("--ignore-fields", nargs="+", default=[], metavar="NAME", help="--chat: fields that may be dropped")
     add("--vocab-size", type=int, help="token arrays: size of the vocabulary, without a --tokenizer")
     add("--end-id", type=int, help="token arrays: id that ends a document (default: each file is one document)")

@@ -29,7 +29,8 @@ from jaxmnt.trained_model import (
 )
 
 if TYPE_CHECKING:
-    from jaxmnt.trained_model import TrainedModel, Vocabulary
+    from jaxmnt.trained_model import TrainedModel
+    from jaxmnt.vocabulary import Vocabulary
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import itertools
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,51 +21,17 @@ if TYPE_CHECKING:
     from jaxmnt.checkpoint.commit import Committed
     from jaxmnt.config import Config
     from jaxmnt.config.mesh import Mesh
+    from jaxmnt.data.chat.template import ChatFormat
     from jaxmnt.data.run_tokenizer import RunTokenizer
     from jaxmnt.data.tokenizer import Tokenizer
+    from jaxmnt.model_chat import ModelChat
     from jaxmnt.telemetry.progress import Work
     from jaxmnt.training.inference import Generator
     from jaxmnt.training.spec import StepSpec
+    from jaxmnt.vocabulary import Vocabulary
 
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Vocabulary:
-    """Converts text to a run's tokens and back."""
-
-    tokenizer: "Tokenizer"
-    size: int
-    """Number of ids that the model has."""
-    start_ids: list[int]
-    """Ids that precede a text."""
-    end_of_document: int | None
-    """Id that ends a document. It also precedes an empty text if `start_ids` is empty."""
-    stop_ids: frozenset[int]
-    """Ids that end generation."""
-
-    def encode(self, text: str, *, markup: bool = False, begins: bool = True, where: str = "--prompt") -> list[int]:
-        """Returns the ids of a text, without `start_ids`.
-
-        With `markup`, the names of special tokens are encoded as the tokens themselves. `begins` means that no other
-        text precedes this one.
-        """
-        from jaxmnt.data.tokenizer import Form
-
-        text = text.encode("utf-8", errors="replace").decode()  # an argument from the terminal may be invalid UTF-8
-        ids: list[int] = self.tokenizer.encode_batch([text], Form(markup, begins))[0].tolist()
-        if ids and max(ids) >= self.size:
-            raise ConfigError(
-                f"--tokenizer: it encodes {where} with id {max(ids)}, but the run has only ids below {self.size}; "
-                "give the tokenizer that made its tokens"
-            )
-        return ids
-
-    def with_start(self, ids: list[int]) -> list[int]:
-        """Returns `start_ids` and the ids of a text. If both are empty, returns `end_of_document` alone, if there is
-        one."""
-        return self.start_ids + ids or ([] if self.end_of_document is None else [self.end_of_document])
 
 
 @dataclass(frozen=True)
@@ -76,7 +42,7 @@ class TrainedModel:
     generator: "Generator"
     weights: Any
     """Parameters and buffers, in the form that the generator takes."""
-    vocabulary: Vocabulary
+    vocabulary: "Vocabulary"
     window: int
     """Number of tokens in the longest text that the model was trained on."""
 
@@ -92,12 +58,12 @@ class TrainedModel:
 
 @dataclass(frozen=True)
 class SelectedModel:
-    """The model that a command line names: a checkpoint, the files that came with its model, and its vocabulary."""
+    """The model that a command line names: a checkpoint, its vocabulary, and how it is asked in a conversation."""
 
     checkpoint: "Committed"
     config: "Config"
-    files: dict[str, bytes]
-    vocabulary: Vocabulary
+    vocabulary: "Vocabulary"
+    chat: "ModelChat"
 
     @property
     def window(self) -> int:
@@ -116,26 +82,6 @@ class SelectedModel:
         generator = Generator(spec)
         weights = generator.place(state.pop("params"), state.pop("buffers", {}))
         return TrainedModel(spec, generator, weights, self.vocabulary, self.window)
-
-    def render_chat(
-        self, messages: Any, where: str, begins_turn: bool = True, variables: Mapping[str, Any] | None = None
-    ) -> str:
-        """Returns the text that the model's chat template makes of a conversation. `variables` are passed to the
-        template in addition."""
-        from jaxmnt.data.chat_template import chat_template, reads, render, special_tokens
-
-        template = chat_template(self.files)
-        if template is None:
-            raise ConfigError("--chat: the run has no chat template; leave it out, or begin with a model that has one")
-        if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
-            raise ConfigError(f'{where}: it must have "messages", a list of objects with "role" and "content"')
-        for name in variables or {}:
-            if not reads(template, name):
-                raise ConfigError(f"{where}: the chat template of the model does not read {printable(name)}; remove it")
-        try:
-            return render(template, messages, special_tokens(self.files) | dict(variables or {}), begins_turn)
-        except ConfigError as error:
-            raise ConfigError(f"{where}: {str(error).removeprefix('--chat: ')}") from error
 
 
 def restore_model(
@@ -184,28 +130,38 @@ def find_model(run: str, tokenizer: str | None) -> SelectedModel:
 
     default_to_cpu(os.environ)  # must come before anything that imports JAX
     from jaxmnt.checkpoint.refs import find, roots_of
+    from jaxmnt.data.chat.template import chat_of_files
     from jaxmnt.huggingface import companions
+    from jaxmnt.model_chat import ModelChat
 
     checkpoint = find(run, "--run")
     files = companions.read_run_files(roots_of(run, checkpoint))
-    return SelectedModel(checkpoint, checkpoint.config, files, _vocabulary(run, tokenizer, checkpoint, files))
+    tokenizer_of_model = _tokenizer(run, tokenizer, checkpoint)
+    chat = tokenizer_of_model.chat or chat_of_files(files)
+    is_trained = tokenizer_of_model.chat is not None
+    vocabulary = _vocabulary(tokenizer_of_model, checkpoint, files)
+    return SelectedModel(checkpoint, checkpoint.config, vocabulary, ModelChat(chat, vocabulary, is_trained=is_trained))
 
 
-def _vocabulary(run: str, tokenizer: str | None, checkpoint: "Committed", files: dict[str, bytes]) -> Vocabulary:
+def _vocabulary(selected: "_SelectedTokenizer", checkpoint: "Committed", files: dict[str, bytes]) -> "Vocabulary":
     """Returns the vocabulary of a run. `files` are those that came with a model from Hugging Face; they may name tokens
     that end a text."""
+    from jaxmnt.data.chat.template import end_ids
     from jaxmnt.data.tokenizer import HuggingFace
+    from jaxmnt.vocabulary import Vocabulary
 
-    opened, tokenizer_size, end_of_document = _tokenizer(run, tokenizer, checkpoint)
+    opened, end_of_document = selected.tokenizer, selected.end_of_document
     model_size = checkpoint.config.model.vocab_size
     assert model_size is not None
-    size = min(tokenizer_size, model_size)  # a tokenizer may have more ids than the model, as for Gemma 3
+    size = min(selected.size, model_size)  # a tokenizer may have more ids than the model, as for Gemma 3
     start_ids = [] if end_of_document is None else [end_of_document]
-    stop_ids = {*start_ids, *(id for id in _end_ids(files) if id < size)}
+    stop_ids = {*start_ids, *end_ids(files)}
+    if selected.chat is not None and isinstance(opened, HuggingFace):
+        stop_ids |= {opened.ids[token] for token in selected.chat.end_tokens if token in opened.ids}
     # An imported model that was not trained further expects the beginning of a text that its own tokenizer adds.
     if files and checkpoint.manifest.tokens == 0 and isinstance(opened, HuggingFace):
         start_ids = opened.start
-    return Vocabulary(opened, size, start_ids, end_of_document, frozenset(stop_ids))
+    return Vocabulary(opened, size, start_ids, end_of_document, frozenset(id for id in stop_ids if id < size))
 
 
 class RefusedLine(NamedTuple):
@@ -299,9 +255,20 @@ def _mesh(config: "Config", overrides: Sequence[str], devices: int) -> "Mesh":
     return parse_config(tree, "the command line").mesh
 
 
-def _tokenizer(run: str, argument: str | None, checkpoint: "Committed") -> "tuple[Tokenizer, int, int | None]":
-    """Returns a run's tokenizer, its number of ids, and the id that ends a document. `argument` is that of
-    --tokenizer."""
+class _SelectedTokenizer(NamedTuple):
+    """The tokenizer of a run."""
+
+    tokenizer: "Tokenizer"
+    size: int
+    """Number of ids of the run's data."""
+    end_of_document: int | None
+    """Id that ends a document."""
+    chat: "ChatFormat | None" = None
+    """The format of the conversations on which the run was trained."""
+
+
+def _tokenizer(run: str, argument: str | None, checkpoint: "Committed") -> _SelectedTokenizer:
+    """Returns a run's tokenizer. `argument` is that of --tokenizer."""
     from jaxmnt.data.manifest import NAMELESS
     from jaxmnt.data.tokenizer import HuggingFace, choose_tokenizer
 
@@ -319,7 +286,7 @@ def _tokenizer(run: str, argument: str | None, checkpoint: "Committed") -> "tupl
                     f"--tokenizer: {argument} is not the tokenizer that the run was trained with; leave the option "
                     "out, because the run has kept its own"
                 )
-        return tokenizer, recorded.vocab_size, recorded.end_of_document
+        return _SelectedTokenizer(tokenizer, recorded.vocab_size, recorded.end_of_document, recorded.chat)
 
     # The run was trained on token arrays, so only the command line can name the tokenizer.
     if argument is None:
@@ -329,14 +296,14 @@ def _tokenizer(run: str, argument: str | None, checkpoint: "Committed") -> "tupl
         )
     requested = choose_tokenizer(argument)
     if recorded is None:
-        return requested, requested.vocab_size, requested.end_of_document
+        return _SelectedTokenizer(requested, requested.vocab_size, requested.end_of_document)
     if isinstance(requested, HuggingFace) and requested.vocab_size != recorded.vocab_size:
         print(
             f"note    --tokenizer: {argument} has {requested.vocab_size} ids, but the run's tokens have "
             f"{recorded.vocab_size}, so it may not be the tokenizer that made them",
             file=sys.stderr,
         )
-    return requested, recorded.vocab_size, recorded.end_of_document
+    return _SelectedTokenizer(requested, recorded.vocab_size, recorded.end_of_document)
 
 
 def _recorded_tokenizer(run: str, argument: str | None, checkpoint: "Committed") -> "RunTokenizer | None":
@@ -352,18 +319,6 @@ def _recorded_tokenizer(run: str, argument: str | None, checkpoint: "Committed")
         raise ConfigError(
             f"--tokenizer: not given, and the run does not record it: {error}; name bytes or a tokenizer.json"
         ) from error
-
-
-def _end_ids(files: dict[str, bytes]) -> set[int]:
-    """Returns the ids that end a text or a turn, according to the files that came with a model."""
-    from jaxmnt.data.chat_template import object_in
-
-    ids: set[int] = set()
-    for name in ("config.json", "generation_config.json"):
-        end = object_in(files, name).get("eos_token_id")
-        ends = end if isinstance(end, list) else [end]
-        ids |= {id for id in ends if isinstance(id, int) and id >= 0}
-    return ids
 
 
 def check_size(options: argparse.Namespace, name: str, minimum: int = 1) -> None:

@@ -295,6 +295,9 @@ def test_packing_places_every_token_once(lengths, row, window):
     assert (plan.opens == np.isin(plan.start, starts)).all()
     whole = sum(length <= row for length in lengths)
     assert (plan.opens & (plan.length < row + 1)).sum() >= whole  # what fits a row is not cut
+    short = plan_rows(starts, sum(lengths), row, window, skip_long=True)
+    fitting = [(start, length) for start, length in zip(starts.tolist(), lengths, strict=True) if length <= row]
+    assert sorted(zip(short.start.tolist(), short.length.tolist(), strict=True)) == fitting and short.opens.all()
     again = plan_rows(starts, sum(lengths), row, window)
     assert (again.start == plan.start).all() and (again.first_piece == plan.first_piece).all()
 

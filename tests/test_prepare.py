@@ -498,7 +498,11 @@ def test_odd_text_files(tmp_path):
         (lambda p: (p / "t.jsonl").write_text("[" * 100_000), {}, r"t\.jsonl:1: not valid JSON"),
         (lambda p: (p / "t").write_text(""), {}, r"nothing was found for training"),
         (lambda p: (p / "t").write_text("a"), {"tokenizer": "none.json"}, r"--tokenizer: none\.json does not exist"),
-        (lambda p: (p / "t").write_text("a"), {"train_tokenizer": 100}, r"--train-tokenizer: 100 leaves too little room"),
+        (
+            lambda p: (p / "t").write_text("a"),
+            {"train_tokenizer": 100},
+            r"--train-tokenizer: 100 leaves too little",
+        ),
     ],
 )
 def test_other_bad_input(tmp_path, make, options, message):

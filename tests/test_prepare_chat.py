@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxmnt.data.preparation.documents import BadRecordError
+from jaxmnt.data.preparation.documents import BadRecordError, Report
 from jaxmnt.data.preparation.inputs import ReadOptions, Selection, Settings
-from jaxmnt.data.preparation.records import conversation_of
+from jaxmnt.data.preparation.markup import ConversationMarkup
 from jaxmnt.data.preparation.run import build
 from jaxmnt.data.store import open_prepared
 from jaxmnt.data.tokenizer import Bytes
@@ -20,9 +20,10 @@ CASES = Path(__file__).parent / "cases" / "chat"
 CHAT = ReadOptions(chat=True)
 
 
-def shown(record: dict, reading: ReadOptions = CHAT) -> str:
-    """The text of a conversation; targets stand in [[ ]], and | is the end of the document."""
-    conversation = conversation_of(record, reading)
+def shown(record: dict, options: ReadOptions = CHAT) -> str:
+    """The text of a conversation in ChatML; targets stand in [[ ]], and | is the end of the document."""
+    report = Report(read_options=options, skip_bad=False, advance=lambda count: None)
+    conversation = ConversationMarkup(options, None, None).render(record, report)
     pieces = [(str(segment.content), segment.learn) for segment in conversation.segments]
     pieces = [(text, learn) for text, learn in [*pieces, ("|", conversation.end_is_target)] if text]
     text = "".join(f"[[{text}]]" if learn else text for text, learn in pieces)
@@ -205,15 +206,21 @@ def test_fields_of_parquet_are_not_lost_either(tmp_path):
     assert prepared(tmp_path / "1.parquet", tmp_path / "1", ignored_fields=("tools",))
 
 
-def test_chat_says_that_it_does_not_write_the_models_own_template(tmp_path, capsys):
+def test_prepare_names_the_template_and_shows_the_targets(tmp_path, capsys):
     settings = Settings(train_tokenizer=300, eval_fraction=0.0)
     (tmp_path / "in.txt").write_text("some text")
     build(Selection([tmp_path / "in.txt"]), tmp_path / "tokenizer", settings, lambda *progress: None)
     (tmp_path / "chat.jsonl").write_text(json.dumps(ANSWERED))
     arguments = ["--input", tmp_path / "chat.jsonl", "--chat", "--tokenizer", tmp_path / "tokenizer", "--output"]
-    for number, has_template in enumerate((False, True)):
-        if has_template:
-            (tmp_path / "tokenizer" / "tokenizer_config.json").write_text('{"chat_template": "{{ messages }}"}')
-        assert main([str(argument) for argument in (*arguments, tmp_path / f"out{number}", "--workers", 1)]) == 0
-        said = "--chat writes ChatML, not the chat template that came with" in capsys.readouterr().out
-        assert said == has_template
+    assert main([*map(str, [*arguments, tmp_path / "chatml"]), "--workers", "1"]) == 0
+    printed = capsys.readouterr().out
+    assert "chat   1 conversation in ChatML, because no chat template came with the tokenizer; all answers" in printed
+    assert "  learns │ Hello<|im_end|>\n" in printed
+    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    (tmp_path / "tokenizer" / "chat_template.jinja").write_text(template)
+    assert main([*map(str, [*arguments, tmp_path / "own"]), "--workers", "1", "--learn", "last"]) == 0
+    printed = capsys.readouterr().out
+    assert (
+        f"chat   1 conversation in the chat template of {tmp_path / 'tokenizer'}; last answers are targets" in printed
+    )
+    assert "   reads │ <user>Hi<assistant>\n  learns │ Hello<|endoftext|>\n" in printed

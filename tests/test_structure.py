@@ -35,7 +35,8 @@ WRITING_JSON_ITSELF = {
     "data/sources.py": "a digest",
     "huggingface/folder.py": "digests",
     "huggingface/export.py": "a digest",
-    "data/chat_template.py": "what a template is given and writes, as transformers does",
+    "data/chat/renderer.py": "what a template is given, as transformers does",
+    "data/chat/sandbox.py": "what a template writes, as transformers does",
     "data/manifest.py": "a value in a message",
 }
 

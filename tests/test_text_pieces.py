@@ -19,7 +19,7 @@ from jaxmnt.data.tokenizer import Bytes, HuggingFace, make_tokenizer
 from jaxmnt.errors import ConfigError, ExitCode
 from jaxmnt.generate import Request
 from jaxmnt.score import ScoreRequest, continuation_of
-from jaxmnt.trained_model import Vocabulary
+from jaxmnt.vocabulary import Vocabulary
 
 library = pytest.importorskip("tokenizers")
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers  # noqa: E402

@@ -396,21 +396,25 @@ def test_further_sets_are_evaluated_beside_what_is_held_out(tiny, prepared, tmp_
 
 def sampled(tiny, devices, *overrides):
     """What was sampled after steps 2 and 4, and the run's directory."""
-    asked = ["telemetry.samples=[ab, '']", "telemetry.sample_tokens=7", "train.steps=4", "train.eval_every=2"]
+    samples = "telemetry.samples=[ab, '', {prompt: a, expect: not this}]"
+    asked = [samples, "telemetry.sample_tokens=7", "train.steps=4", "train.eval_every=2"]
     config = tiny(*asked, "optimizer.warmup_steps=1", *overrides)
     assert train(config, devices=jax.devices()[:devices]) == 0
     told = events(config.run.dir, "samples")
     assert [event["step"] for event in told] == [2, 4]
+    assert [line["exact_match"] for line in metrics(config.run.dir, "eval")] == [0, 0]
+    for event in told:
+        assert event["samples"].pop().items() >= {"prompt": "a", "expect": "not this", "exact": False}.items()
     return [[(one["prompt"], one["text"]) for one in event["samples"]] for event in told], config.run.dir
 
 
 def test_prompts_are_continued_after_each_evaluation(tiny, capsys):
     texts, directory = sampled(tiny, 1)
-    assert capsys.readouterr().out.count("\nsample  ") == 4
+    assert capsys.readouterr().out.count("\nsample  ") == 6
     assert [[prompt for prompt, _ in one] for one in texts] == [["ab", ""], ["ab", ""]]
     (run,) = report_of([directory])["runs"]
     assert [one["step"] for one in run["samples"]] == [4, 2]
-    assert [(one["prompt"], one["text"]) for one in run["samples"][0]["samples"]] == texts[1]
+    assert [(one["prompt"], one["text"]) for one in run["samples"][0]["samples"]][:2] == texts[1]
 
 
 @pytest.mark.slow

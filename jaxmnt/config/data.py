@@ -76,6 +76,10 @@ class Data(Section):
         "windows", "What a row holds. windows: a stretch of the text, of any documents; packed: complete documents, "
         "each of which attends only to itself.",
     )  # fmt: skip
+    long_documents: Literal["cut", "skip"] = breaking_key(
+        "cut", "What happens to a document that is longer than a packed row. cut: it becomes several pieces; skip: it "
+        "is left out, also of evaluations.",
+    )  # fmt: skip
     document_mask: bool = maths_key(
         False, "Restrict attention to one document and number its positions from 0, in windows too."
     )
@@ -132,6 +136,8 @@ def check_data(data: Data) -> None:
                 f"data.eval_sets: {name!r} is already used, or has characters other than letters, digits, - and _; "
                 "rename it"
             )
+    if data.long_documents == "skip" and data.rows != "packed":
+        raise ValueError("data.long_documents: windows have no long documents; set data.rows=packed, or leave it out")
     if data.weight_changes and not data.sources:
         raise ValueError("data.weight_changes: they require data.sources, which are not set; add them")
     weights = {name: source.weight for name, source in data.sources.items()}

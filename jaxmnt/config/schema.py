@@ -213,6 +213,19 @@ class Watchdog(Section):
     )
 
 
+class Sample(Section):
+    prompt: str = key(..., "Text that the model continues; with chat, a user's turn.")
+    expect: str | None = key(None, "Text that the continuation should be. The model then takes the likeliest tokens.")
+    chat: bool = key(False, "Format the prompt with the chat template of the data.")
+    system: str | None = key(None, "System message before the prompt. Only with chat.")
+
+    @model_validator(mode="after")
+    def _check_system(self) -> "Sample":
+        if self.system is not None and not self.chat:
+            raise ValueError("telemetry.samples: only a conversation has a system message; set chat: true")
+        return self
+
+
 class Telemetry(Section):
     flops: Literal["causal", "square", "parameters", "levanter"] = key(
         "causal", "How MFU counts FLOPs. causal: weights in matrix products, and attention to the keys that a token "
@@ -232,9 +245,10 @@ class Telemetry(Section):
     profile_at: int | None = key(
         None, "Profile one step, from this step on and after a checkpoint, on one device of process 0.", ge=1
     )
-    samples: list[str] = key(
-        [], "Prompts that the model continues after each evaluation, for the events and the report."
-    )
+    samples: list[str | Sample] = key(
+        [], "Prompts that the model continues after each evaluation, for the events and the report. Each is a text, or "
+            "an object with prompt, expect, chat and system.",
+    )  # fmt: skip
     sample_tokens: int = key(64, "Number of tokens to generate for each sample.", ge=1)
     sinks: list[str] | None = key(
         None, "Additional sinks for metrics: tensorboard, wandb, trackio, mlflow, or dotted paths of your own classes. "

@@ -16,11 +16,13 @@ from jaxmnt.data.grain_source import GrainData
 from jaxmnt.data.preparation.inputs import Kind, kind_of_file
 from jaxmnt.data.rows import Packed
 from jaxmnt.data.sources import Part, Sources
-from jaxmnt.data.store import PreparedData
+from jaxmnt.data.store import PreparedData, open_prepared
 from jaxmnt.data.text_pieces import MAX_CONTEXT, decode_after
-from jaxmnt.data.tokenizer import Tokenizer
+from jaxmnt.data.tokenizer import Tokenizer, make_tokenizer
 
 _TOKENS_PER_READ = 1 << 20
+_SHOWN_TOKENS = 2048
+"""Maximum number of tokens of a document that `first_document` returns."""
 
 _UNITS: dict[Kind, str] = {
     "text": "file",
@@ -140,6 +142,20 @@ def _spans(tokenizer: Tokenizer | None, ids: np.ndarray, is_target: np.ndarray, 
         spans.append(Span(bool(is_target[begin]), piece.tolist(), text))
         context = np.concatenate([context, piece])
     return spans
+
+
+def first_document(folder: Path) -> list[Span]:
+    """Returns the first document of the training split of prepared data, with its targets, up to `_SHOWN_TOKENS`
+    tokens."""
+    data = open_prepared(folder)
+    stream = data.stream("train")
+    stop = min([*stream.document_starts[1:2].tolist(), stream.tokens, _SHOWN_TOKENS])
+    tokens = _read(stream, 0, stop)
+    weights = np.ones(stop, np.float32)
+    if stream.has_learn_mask:
+        stream.read_all(np.array([0]), [weights], "weights")
+    tokenizer = make_tokenizer(data.tokenizer, folder)
+    return _spans(tokenizer, tokens, weights > 0, np.empty(0, np.int64))
 
 
 def _decode(tokenizer: Tokenizer, context: np.ndarray, ids: np.ndarray) -> str:

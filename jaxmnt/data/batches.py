@@ -240,7 +240,8 @@ def _reader(source_data: Part, split: str, settings: Data) -> RowReader:
             f"data.fields: {source_data.path} does not provide {', '.join(sorted(settings.fields))}; only Grain "
             "datasets of rows do (grain.elements: rows)"
         )
-    return make_reader(source_data.stream(split), settings.rows, settings.sequence_length, settings.document_mask)
+    stream, skip_long = source_data.stream(split), settings.long_documents == "skip"
+    return make_reader(stream, settings.rows, settings.sequence_length, settings.document_mask, skip_long=skip_long)
 
 
 def _check_enough_rows(order: Order, rows: dict[str, int], config: Config) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import numpy as np
 
 from jaxmnt.config.schema import Config
-from jaxmnt.data.batch_contents import Extract, Row
+from jaxmnt.data.batch_contents import Extract, Row, Span
 from jaxmnt.data.batches import TrainingData
 from jaxmnt.data.grain_source import GrainData
 from jaxmnt.data.order import block_shares
@@ -119,7 +119,7 @@ def batch_lines(rows: Iterable[Row], *, full: bool) -> Iterator[str]:
                     f"{extract.document:,}  {where}"
                 )
             if full:
-                yield from _labelled_lines(extract)
+                yield from labelled_lines(extract.spans)
 
 
 def _origin_text(extract: Extract, *, full: bool) -> str:
@@ -140,9 +140,9 @@ def _beginning(extract: Extract) -> str:
     return f"  {text if len(text) <= _MAX_TEXT_WIDTH else f'{text[: _MAX_TEXT_WIDTH - 2]}…{text[-1]}'}"
 
 
-def _labelled_lines(extract: Extract) -> Iterator[str]:
-    """Yields the lines of an extract's text, labelled `learns` if they are targets and `reads` if they are not."""
-    for span in extract.spans:
+def labelled_lines(spans: Iterable[Span]) -> Iterator[str]:
+    """Yields the lines of a text, labelled `learns` if they are targets and `reads` if they are not."""
+    for span in spans:
         text = " ".join(map(str, span.ids)) if span.text is None else span.text
         for number, line in enumerate(text.splitlines() or [""]):
             label = "" if number else "learns" if span.learned else "reads"

@@ -23,13 +23,16 @@ UNSEALED = 2
 MANIFEST = "manifest.json"
 SOURCES = "sources.txt"
 TOKENIZER_FILE = "tokenizer.json"
+CHAT_TEMPLATE_FILE = "chat_template.jinja"
 SPLITS = ("train", "eval")
 HOW_TO_PREPARE = "make it with: python -m jaxmnt.prepare --input TEXT --output DIR"
 HOW_TO_REPAIR = "replace it with an intact copy, or prepare the data again"
 MAX_VOCABULARY = 2**31
 
-_OPTIONAL_FIELDS = ("largest_id", "bytes_per_target")
-"""Fields that older manifests lack."""
+_DERIVED_FIELDS = ("largest_id", "bytes_per_target")
+"""Fields that older manifests lack, and that follow from the contents."""
+_OPTIONAL_FIELDS = (*_DERIVED_FIELDS, "chat")
+"""Fields that older manifests lack. Manifests of data without conversations lack `chat`, too."""
 _UNKNOWN_BY_SPLIT: dict[str, None] = dict.fromkeys(SPLITS)
 _MAX_COUNT = 2**62
 _DIGEST = re.compile(r"[0-9a-f]{64}", re.ASCII)
@@ -70,7 +73,7 @@ def content_digest(manifest: dict[str, Any]) -> str:
     The digest is computed as in version 2, so that data prepared again from the same input has the digest that earlier
     runs stored.
     """
-    content = {name: value for name, value in manifest.items() if name not in ("seal", *_OPTIONAL_FIELDS)}
+    content = {name: value for name, value in manifest.items() if name not in ("seal", *_DERIVED_FIELDS)}
     return json_digest(content | {"version": UNSEALED})
 
 
@@ -146,7 +149,9 @@ def _check_structure(manifest: dict[str, Any]) -> None:
             _check_integer(value, f"{name}.{key}")
     _check_tokenizer(manifest["tokenizer"], vocab, manifest["version"])
     needed = (SOURCES, TOKENIZER_FILE) if manifest["tokenizer"]["name"] == "huggingface" else (SOURCES,)
-    _check_fields(manifest["files"], "files", needed, (TOKENIZER_FILE,))
+    _check_fields(manifest["files"], "files", needed, (TOKENIZER_FILE, CHAT_TEMPLATE_FILE))
+    if "chat" in manifest:
+        _check_chat(manifest["chat"], CHAT_TEMPLATE_FILE in manifest["files"])
     for name, digest in manifest["files"].items():
         _check_text(digest, f"the digest of {name}", _DIGEST)
     for split, entry in zip(SPLITS, _check_fields(manifest["splits"], "splits", SPLITS), strict=True):
@@ -163,6 +168,15 @@ def _check_tokenizer(tokenizer: Any, vocab: int, version: int) -> None:
         _check_text(digest, "the tokenizer's sha256", _DIGEST)
         is_consistent = (token is None) == (end is None) and isinstance(token, str | None)
         _require(is_consistent, "the tokenizer's end_token", token)
+
+
+def _check_chat(chat: Any, has_template: bool) -> None:
+    source, tokens, ends = _check_fields(chat, "chat", ("source", "special_tokens", "end_tokens"))
+    _require(isinstance(source, str), "the source of chat", source)
+    _require(has_template, "the file of the chat template", None)
+    is_mapping = isinstance(tokens, dict) and all(isinstance(name, str) for name in tokens.values())
+    _require(is_mapping, "special_tokens of chat", tokens)
+    _require(isinstance(ends, list) and all(isinstance(name, str) for name in ends), "end_tokens of chat", ends)
 
 
 def _check_split(split: Any, name: str, learn_mask: bool) -> None:

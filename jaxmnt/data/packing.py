@@ -1,4 +1,4 @@
-"""Packs documents into rows by best fit. Documents that are longer than a row are cut first."""
+"""Packs documents into rows by best fit. Documents that are longer than a row are cut first, or left out."""
 
 from bisect import bisect_left, insort
 from collections import defaultdict
@@ -47,15 +47,28 @@ class Plan:
         return float(self.length.sum()) / max(1, self.rows * row_length)
 
 
-def plan_rows(document_starts: np.ndarray, tokens: int, row_length: int, window: int = WINDOW_DOCUMENTS) -> Plan:
-    """Packs all documents of a split, with their end-of-document tokens, into rows of `row_length` tokens."""
+def plan_rows(
+    document_starts: np.ndarray,
+    tokens: int,
+    row_length: int,
+    window: int = WINDOW_DOCUMENTS,
+    *,
+    skip_long: bool = False,
+) -> Plan:
+    """Packs all documents of a split, with their end-of-document tokens, into rows of `row_length` tokens.
+
+    With `skip_long`, documents that are longer than a row are left out.
+    """
     ends = np.append(document_starts[1:], tokens)
     planned = []
     rows = 0
     # Pack each window of documents into separate rows, which limits time and memory.
     for first in range(0, max(1, len(document_starts)), window):
         begin = document_starts[first : first + window]
-        start, length, opens = _cut_documents(begin, ends[first : first + window] - begin, row_length)
+        size = ends[first : first + window] - begin
+        if skip_long:
+            begin, size = begin[size <= row_length], size[size <= row_length]
+        start, length, opens = _cut_documents(begin, size, row_length)
         row = rows + _best_fit(length, row_length)
         planned.append((row, start, length, opens))
         rows = int(row.max(initial=rows - 1)) + 1

@@ -132,12 +132,16 @@ class Windows:
 
 
 class Packed:
-    """Reads rows of complete documents, packed by best fit. Documents that are longer than a row are cut."""
+    """Reads rows of complete documents, packed by best fit. Documents that are longer than a row are cut, or left
+    out."""
 
-    def __init__(self, stream: TokenStream, length: int):
+    def __init__(self, stream: TokenStream, length: int, *, skip_long: bool = False):
         self.stream = stream
         self.length = length
-        self.plan: Plan = plan_rows(stream.document_starts, stream.tokens, length)
+        sizes = np.diff(np.append(stream.document_starts, stream.tokens))
+        self.long_documents = int(np.count_nonzero(sizes > length))
+        """Number of documents that are longer than a row."""
+        self.plan: Plan = plan_rows(stream.document_starts, stream.tokens, length, skip_long=skip_long)
         self.rows = self.row_count_with_partial = self.plan.rows
         self._places = np.arange(length, dtype=np.int32)
 
@@ -214,6 +218,10 @@ class Packed:
         return tokens
 
 
-def make_reader(stream: TokenStream, kind: str, length: int, document_mask: bool) -> Windows | Packed:
+def make_reader(
+    stream: TokenStream, kind: str, length: int, document_mask: bool, *, skip_long: bool = False
+) -> Windows | Packed:
     """Returns the row reader for `kind`, a value of `data.rows`."""
-    return Packed(stream, length) if kind == "packed" else Windows(stream, length, document_mask)
+    if kind == "packed":
+        return Packed(stream, length, skip_long=skip_long)
+    return Windows(stream, length, document_mask)

@@ -2,6 +2,7 @@
 
 tokenizer/manifest.json    description of the tokenizer, vocabulary size, and digest of tokenizer.json; sealed
 tokenizer/tokenizer.json   the tokenizer of the data; missing if that is bytes, or unknown (token arrays)
+tokenizer/chat_template.jinja   the chat template of the conversations on which the run was trained, if any
 """
 
 import hashlib
@@ -12,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxmnt.config.data import Data
-from jaxmnt.data.manifest import HOW_TO_REPAIR, NAMELESS, sealed_text, unsealed
+from jaxmnt.data.chat.template import ChatFormat
+from jaxmnt.data.manifest import CHAT_TEMPLATE_FILE, HOW_TO_REPAIR, NAMELESS, sealed_text, unsealed
 from jaxmnt.data.sources import SyntheticData
 from jaxmnt.data.store import open_prepared
 from jaxmnt.data.tokenizer import TOKENIZER_FILE, Tokenizer, make_tokenizer
@@ -35,6 +37,8 @@ class RunTokenizer:
     """Vocabulary size of the data."""
     text: str | None
     """Contents of tokenizer.json; None if there is no such file."""
+    chat: ChatFormat | None = None
+    """The format of the conversations in the data; None if there are none."""
 
     @property
     def name(self) -> str:
@@ -51,7 +55,9 @@ class RunTokenizer:
         return make_tokenizer(self.description, Path(FOLDER), self.text)
 
 
-def tokenizer_of_data(description: dict[str, Any], vocab_size: int, folder: Path) -> RunTokenizer:
+def tokenizer_of_data(
+    description: dict[str, Any], vocab_size: int, folder: Path, chat: ChatFormat | None = None
+) -> RunTokenizer:
     """Returns the tokenizer of prepared data, given its description in the manifest and the folder of its file.
 
     Raises `ConfigError` if the file cannot be read.
@@ -63,7 +69,7 @@ def tokenizer_of_data(description: dict[str, Any], vocab_size: int, folder: Path
             text = read(path).decode()
         except (OSError, ValueError) as error:
             raise ConfigError(f"data.path: {path} cannot be read ({error}); {HOW_TO_REPAIR}") from error
-    return RunTokenizer(description, vocab_size, text)
+    return RunTokenizer(description, vocab_size, text, chat)
 
 
 def write_tokenizer(root: StoragePath, tokenizer: RunTokenizer) -> None:
@@ -85,14 +91,18 @@ def write_tokenizer(root: StoragePath, tokenizer: RunTokenizer) -> None:
         (folder / MANIFEST).unlink(missing_ok=True)
         if tokenizer.text is not None:
             publish(folder / TOKENIZER_FILE, tokenizer.text)
+        chat = {}
+        if tokenizer.chat is not None:
+            publish(folder / CHAT_TEMPLATE_FILE, tokenizer.chat.template)
+            chat["chat"] = tokenizer.chat.to_json() | {"file": _sha256(tokenizer.chat.template)}
         record = {
             "format": FORMAT,
             "version": VERSION,
             "tokenizer": tokenizer.description,
             "vocab_size": tokenizer.vocab_size,
-            "file": None if tokenizer.text is None else hashlib.sha256(tokenizer.text.encode()).hexdigest(),
+            "file": None if tokenizer.text is None else _sha256(tokenizer.text),
         }
-        publish(folder / MANIFEST, sealed_text(record))
+        publish(folder / MANIFEST, sealed_text(record | chat))
     except UserError:
         raise
     except OSError as error:
@@ -150,13 +160,16 @@ def read_tokenizer(root: StoragePath) -> RunTokenizer | None:
             raise ConfigError(
                 f"{path} has version {record['version']}, but this jaxmnt reads {VERSION}; use a newer one"
             )
-        text = None
+        text = chat = None
         if record["file"] is not None:
-            content = read(path.parent / TOKENIZER_FILE)
-            if hashlib.sha256(content).hexdigest() != record["file"]:
-                raise damaged
-            text = content.decode()
-        tokenizer = RunTokenizer(dict(record["tokenizer"]), int(record["vocab_size"]), text)
+            text = read(path.parent / TOKENIZER_FILE).decode()
+        if "chat" in record:
+            chat = ChatFormat.from_json(record["chat"], read(path.parent / CHAT_TEMPLATE_FILE).decode())
+        if text is not None and _sha256(text) != record["file"]:
+            raise damaged
+        if chat is not None and _sha256(chat.template) != record["chat"]["file"]:
+            raise damaged
+        tokenizer = RunTokenizer(dict(record["tokenizer"]), int(record["vocab_size"]), text, chat)
         if not _is_consistent(tokenizer):
             raise damaged
     except (FileNotFoundError, NotADirectoryError):
@@ -191,7 +204,11 @@ def tokenizer_of_run(roots: Sequence[StoragePath], settings: Data, folders: Sequ
         raise ConfigError("its config names no prepared data")
     data_folder = next((folder / path for folder in folders if (folder / path).is_dir()), Path(path))
     prepared = open_prepared(data_folder)
-    return tokenizer_of_data(prepared.tokenizer, prepared.vocab_size, prepared.path)
+    return tokenizer_of_data(prepared.tokenizer, prepared.vocab_size, prepared.path, prepared.chat)
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _is_consistent(tokenizer: RunTokenizer) -> bool:

@@ -17,6 +17,7 @@ import numpy as np
 
 from jaxmnt.config.data import Data
 from jaxmnt.config.schema import Config
+from jaxmnt.data.chat.template import ChatFormat
 from jaxmnt.data.fields import batch_fields
 from jaxmnt.data.grain_source import GrainData, open_grain
 from jaxmnt.data.manifest import HOW_TO_REPAIR, MANIFEST, NAMELESS
@@ -172,6 +173,27 @@ class Sources:
     def tokenizer(self) -> dict[str, Any]:
         return self._first.tokenizer
 
+    @functools.cached_property
+    def chat(self) -> ChatFormat | None:
+        """The format of the conversations in all sources; None if no source has any.
+
+        Raises `ConfigError` if two sources were prepared with different chat templates.
+        """
+        formats = {name: part.chat for name, part in self.parts.items() if isinstance(part, PreparedData)}
+        with_chat = {name: chat for name, chat in formats.items() if chat is not None}
+        if not with_chat:
+            return None
+        first, *others = with_chat
+        for name in others:
+            if with_chat[name].digest != with_chat[first].digest:
+                raise ConfigError(
+                    f"data.sources: {first} and {name} were prepared with different chat templates, "
+                    f"{with_chat[first].source} and {with_chat[name].source}; prepare both with the same "
+                    "--chat-template"
+                )
+        end_tokens = sorted({token for chat in with_chat.values() for token in chat.end_tokens})
+        return replace(with_chat[first], end_tokens=tuple(end_tokens))
+
     @property
     def is_text(self) -> bool:
         """True if a known tokenizer encoded the data, so that its tokens can be decoded."""
@@ -254,6 +276,7 @@ def open_sources(settings: Data, run_dir: str | Path | None = None) -> Sources:
             raise ConfigError(f"data.sources: {next(iter(parts))} and {name} {problem}")
     for part in parts.values():
         _check(part)
+    _ = sources.chat  # raises an error if the sources have different chat templates
     return sources
 
 

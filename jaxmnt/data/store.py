@@ -30,7 +30,17 @@ from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
-from jaxmnt.data.manifest import HOW_TO_PREPARE, HOW_TO_REPAIR, SOURCES, SPLITS, UNSEALED, content_digest, read_manifest
+from jaxmnt.data.chat.template import ChatFormat
+from jaxmnt.data.manifest import (
+    CHAT_TEMPLATE_FILE,
+    HOW_TO_PREPARE,
+    HOW_TO_REPAIR,
+    SOURCES,
+    SPLITS,
+    UNSEALED,
+    content_digest,
+    read_manifest,
+)
 from jaxmnt.errors import ConfigError, printable
 from jaxmnt.storage import read
 
@@ -205,6 +215,18 @@ class PreparedData:
     @property
     def tokenizer(self) -> dict[str, Any]:
         return dict(self.manifest["tokenizer"])
+
+    @property
+    def chat(self) -> ChatFormat | None:
+        """The format of the conversations; None if the data has none, or if an earlier version prepared it."""
+        if "chat" not in self.manifest:
+            return None
+        path = self.path / CHAT_TEMPLATE_FILE
+        try:
+            template = read(path).decode()
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"data.path: {path} cannot be read ({error}); {HOW_TO_REPAIR}") from error
+        return ChatFormat.from_json(self.manifest["chat"], template)
 
     @property
     def digest(self) -> str:

@@ -51,6 +51,15 @@ class Form(NamedTuple):
 WHOLE_DOCUMENT = Form()
 
 
+class JoinedTokens(NamedTuple):
+    """The tokens of a text that was encoded at once, although it has several pieces."""
+
+    pieces: list[np.ndarray]
+    """The token ids of each piece."""
+    crossing: int
+    """Number of tokens that cross a boundary between pieces."""
+
+
 class Bytes:
     """Encodes text as UTF-8 bytes with ids 0–255. The id 256 ends a document."""
 
@@ -66,7 +75,8 @@ class Bytes:
     def encode_batch(self, texts: Sequence[str], form: Form = WHOLE_DOCUMENT) -> list[np.ndarray]:
         return [np.frombuffer(text.encode("utf-8", errors="replace"), np.uint8) for text in texts]
 
-    encode_joined = encode_batch
+    def encode_joined(self, texts: Sequence[Sequence[str]], form: Form = WHOLE_DOCUMENT) -> list[JoinedTokens]:
+        return [JoinedTokens(self.encode_batch(pieces), 0) for pieces in texts]
 
     def can_cut(self, before: str, after: str) -> bool:
         return True
@@ -81,6 +91,8 @@ class HuggingFace:
 
     end_of_document: int | None
     """The id that follows every document, and also precedes the first one; None if there is no such id."""
+    end_token: str | None
+    """The name of the token with this id."""
 
     def __init__(self, path: Path, end_token: str | None = None, *, for_text: bool = False, content: str | None = None):
         """If `for_text` is True, documents will be encoded, which requires an end token that cannot occur in them.
@@ -103,11 +115,11 @@ class HuggingFace:
             tokenizer.no_padding()
         self._plain.encode_special_tokens = True  # names of special tokens in a document are text
         self._piece_tokenizer = cache(self._make_piece_tokenizer)
-        self._end_token = self._find_end_token(end_token, path, required=for_text)
-        self.end_of_document = None if self._end_token is None else int(self._plain.token_to_id(self._end_token))
-        if for_text and self.end_of_document in self.encode_batch([self._end_token or ""])[0]:
+        self.end_token = self._find_end_token(end_token, path, required=for_text)
+        self.end_of_document = None if self.end_token is None else int(self._plain.token_to_id(self.end_token))
+        if for_text and self.end_of_document in self.encode_batch([self.end_token or ""])[0]:
             raise ConfigError(
-                f"--end-token: {self._end_token!r} of {path} can occur in text, and would end a document there; "
+                f"--end-token: {self.end_token!r} of {path} can occur in text, and would end a document there; "
                 "name a special token"
             )
         # Ids may have gaps, so the size is determined by the largest id.
@@ -150,7 +162,7 @@ class HuggingFace:
         return {
             "name": "huggingface",
             "sha256": self._digest,
-            "end_token": self._end_token,
+            "end_token": self.end_token,
             "end_of_document": self.end_of_document,
         }
 
@@ -160,19 +172,14 @@ class HuggingFace:
             return self._encode(texts, form)
         return [np.concatenate(list(self._encode_long(text, form))) for text in texts]
 
-    def encode_joined(self, texts: Sequence[str], form: Form = WHOLE_DOCUMENT) -> list[np.ndarray]:
-        """Joins texts, encodes the result, and returns the token ids of each text.
+    def encode_joined(self, texts: Sequence[Sequence[str]], form: Form = WHOLE_DOCUMENT) -> list[JoinedTokens]:
+        """Joins the pieces of each text, encodes the result, and returns the token ids of each piece.
 
-        A token that crosses the boundary between texts belongs to the text that contains its last character.
+        A token that crosses the boundary between pieces belongs to the piece that contains its last character.
         """
-        encoding = self._tokenizer_for(form).encode("".join(texts), add_special_tokens=False)
-        ids = np.array(encoding.ids, np.uint32)
-        stops = np.cumsum([len(text) for text in texts])
-        last_characters = np.array([max(0, stop - 1) for _, stop in encoding.offsets], np.int64)
-        text_of_token = np.searchsorted(stops, last_characters, side="right")
-        # A token without characters belongs to the text of the token before it.
-        text_of_token = np.maximum.accumulate(text_of_token)
-        return [ids[text_of_token == number] for number in range(len(texts))]
+        joined = ["".join(pieces) for pieces in texts]
+        encodings = self._tokenizer_for(form).encode_batch(joined, add_special_tokens=False)
+        return [_divide_tokens(encoding, pieces) for encoding, pieces in zip(encodings, texts, strict=True)]
 
     def can_cut(self, before: str, after: str) -> bool:
         """Returns True if the two texts, encoded separately, decode to the same text as their concatenation."""
@@ -292,6 +299,19 @@ class HuggingFace:
                 f"--end-token: {path} has none of {', '.join(_COMMON_END_TOKENS)}; name the token that ends a document"
             )
         return end_token
+
+
+def _divide_tokens(encoding: Any, pieces: Sequence[str]) -> JoinedTokens:
+    """Divides the tokens of a text among its pieces."""
+    ids = np.array(encoding.ids, np.uint32)
+    starts, stops = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
+    piece_stops = np.cumsum([len(piece) for piece in pieces])
+    piece_of_first = np.searchsorted(piece_stops, starts, side="right")
+    piece_of_last = np.searchsorted(piece_stops, np.maximum(stops - 1, 0), side="right")
+    # A token without characters belongs to the piece of the token before it.
+    piece_of_token = np.maximum.accumulate(piece_of_last)
+    crossing = int(np.count_nonzero((piece_of_first < piece_of_last) & (stops > starts)))
+    return JoinedTokens([ids[piece_of_token == number] for number in range(len(pieces))], crossing)
 
 
 Tokenizer = Bytes | HuggingFace

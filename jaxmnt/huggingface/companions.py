@@ -11,9 +11,10 @@ from typing import Any
 
 from jaxmnt.checkpoint.commit import Committed
 from jaxmnt.checkpoint.refs import roots_of
+from jaxmnt.data.chat.template import TEMPLATE_FILE, object_in
 from jaxmnt.data.manifest import BYTES, TOKENIZER_FILE
 from jaxmnt.data.run_tokenizer import RunTokenizer, same_vocabulary, tokenizer_from_json
-from jaxmnt.data.tokenizer import Bytes
+from jaxmnt.data.tokenizer import Bytes, HuggingFace
 from jaxmnt.errors import ConfigError, UserError
 from jaxmnt.huggingface.config import TOKENIZER_KEY
 from jaxmnt.huggingface.folder import COMPANIONS, CONFIG, Folder, json_bytes
@@ -21,6 +22,7 @@ from jaxmnt.storage import StoragePath, publish_bytes, read
 
 SUBFOLDER = "huggingface"
 GENERATION_CONFIG = "generation_config.json"
+_TOKENIZER_CONFIG = "tokenizer_config.json"
 
 _BYTE_TOKENIZER = RunTokenizer(Bytes().description, Bytes.vocab_size, None)
 
@@ -106,6 +108,26 @@ def with_end_token(files: Files, tokenizer: RunTokenizer) -> Files:
             if previous_token != end_token:
                 tree["eos_token"] = end_token
                 updated[name] = json_bytes(tree, ensure_ascii=False)
+    return updated
+
+
+def with_chat(files: Files, tokenizer: RunTokenizer) -> Files:
+    """Returns the files, changed so that they have the chat template, the special tokens and the end tokens of the
+    conversations on which the run was trained. Without conversations, returns the files as they are."""
+    if tokenizer.chat is None or tokenizer.text is None:
+        return files
+    updated = {name: content for name, content in files.items() if name != "chat_template.json"}
+    updated[TEMPLATE_FILE] = tokenizer.chat.template.encode()
+    settings = object_in(files, _TOKENIZER_CONFIG)
+    settings.pop("chat_template", None)
+    updated[_TOKENIZER_CONFIG] = json_bytes(settings | dict(tokenizer.chat.special_tokens), ensure_ascii=False)
+    opened = tokenizer.open()
+    ids = opened.ids if isinstance(opened, HuggingFace) else {}
+    for token in tokenizer.chat.end_tokens:
+        for name in sorted({CONFIG, GENERATION_CONFIG} & updated.keys()) if token in ids else ():
+            tree = json.loads(updated[name])
+            if _add_end_id(tree, ids[token]):
+                updated[name] = json_bytes(tree)
     return updated
 
 

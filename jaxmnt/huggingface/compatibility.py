@@ -8,13 +8,14 @@ from typing import Any
 
 from jaxmnt.checkpoint.commit import Committed
 from jaxmnt.checkpoint.names import arrays_by_name
-from jaxmnt.checkpoint.refs import tokenizer_of
+from jaxmnt.checkpoint.refs import roots_of, tokenizer_of
 from jaxmnt.config.load import as_override, flatten_tree, parse_config
 from jaxmnt.config.model import Model
+from jaxmnt.data.chat.template import ChatFormat, chat_of_files
 from jaxmnt.data.manifest import BYTES, TOKENIZER_FILE
 from jaxmnt.data.run_tokenizer import RunTokenizer, same_vocabulary, tokenizer_from_json
 from jaxmnt.errors import ConfigError, printable, suggest
-from jaxmnt.huggingface.companions import bytes_tokenizer
+from jaxmnt.huggingface.companions import bytes_tokenizer, read_files, read_run_files
 from jaxmnt.huggingface.config import SCALING_KEYS_OF_TYPE, SCALING_SETTINGS, read_config
 from jaxmnt.huggingface.folder import CONFIG, Folder
 from jaxmnt.models.contract import define
@@ -23,7 +24,8 @@ from jaxmnt.models.registry import OPTIONAL_SETTINGS, build_family, family_class
 CHANGES_KEY = "run.init_from_changes"
 """Key of the config that lists intended changes to the model."""
 _TOKENIZER = "tokenizer"
-"""Name of the tokenizer in that list."""
+_CHAT_TEMPLATE = "chat_template"
+"""Names of the tokenizer and the chat template in that list."""
 
 _SETTINGS_WITHOUT_EFFECT = ("preset", "dropout", "attention", "overlap")
 """Settings without effect on the model's function, because they name a preset, regularise training, or choose how the
@@ -50,6 +52,8 @@ class Origin:
     """None if the tokenizer is not known."""
     tokenizer_file: str
     """The argument of `prepare --tokenizer` for this tokenizer. Without meaning if the tokenizer is not known."""
+    chat: ChatFormat | None = None
+    """The format in which the model was trained on conversations; None if it has no chat template."""
 
 
 def folder_origin(folder: Folder, key: str) -> Origin:
@@ -66,7 +70,8 @@ def folder_origin(folder: Folder, key: str) -> Origin:
         tokenizer = bytes_tokenizer(folder, vocab_size)
         tokenizer_file = BYTES
     settings = f"python -m jaxmnt.convert settings {folder.path}"
-    return Origin(key, str(folder.path), model, settings, tokenizer, tokenizer_file)
+    chat = chat_of_files(read_files(folder.path))
+    return Origin(key, str(folder.path), model, settings, tokenizer, tokenizer_file, chat)
 
 
 def run_origin(source: str, checkpoint: Committed, key: str) -> Origin:
@@ -81,25 +86,38 @@ def run_origin(source: str, checkpoint: Committed, key: str) -> Origin:
     tokenizer_file = str(root / "tokenizer" / TOKENIZER_FILE)
     if tokenizer is not None and tokenizer.text is None:
         tokenizer_file = tokenizer.name
-    return Origin(key, str(checkpoint.path), model, str(root / "config.yaml"), tokenizer, tokenizer_file)
+    chat = None if tokenizer is None else tokenizer.chat
+    chat = chat or chat_of_files(read_run_files(roots_of(source, checkpoint)))
+    return Origin(key, str(checkpoint.path), model, str(root / "config.yaml"), tokenizer, tokenizer_file, chat)
 
 
 def check_compatible(origin: Origin, model: Model, tokenizer: RunTokenizer, intended: Sequence[str] = ()) -> list[str]:
     """Raises `ConfigError` if a run of this `model`, with data of this `tokenizer`, cannot begin with `origin`.
 
-    `intended` lists the settings of the model that differ on purpose, and `tokenizer` if it does. Each of these must
-    indeed differ. Returns remarks for the user.
+    `intended` lists the settings of the model that differ on purpose, and `tokenizer` and `chat_template` if they do.
+    Each of these must indeed differ. Returns remarks for the user.
     """
     different_keys = different_settings(origin.model, model)
     changed_settings = {key.partition(".")[0] for key in different_keys}
     same_tokenizer = origin.tokenizer is None or same_vocabulary(origin.tokenizer, tokenizer)
-    changes = changed_settings if same_tokenizer else changed_settings | {_TOKENIZER}
+    same_chat = origin.chat is None or tokenizer.chat is None or origin.chat.digest == tokenizer.chat.digest
+    changes = set(changed_settings)
+    changes |= set() if same_tokenizer else {_TOKENIZER}
+    changes |= set() if same_chat else {_CHAT_TEMPLATE}
     _check_intended(origin, intended, model, changes)
     if not same_tokenizer and _TOKENIZER not in intended:
         raise ConfigError(
             f"{origin.key}: the data was not made with the tokenizer of the model, {origin.tokenizer_file}, so its ids "
             f"mean different text; prepare it again with --tokenizer {origin.tokenizer_file}, or, if this is intended, "
             f"set {CHANGES_KEY}=[{', '.join([*intended, _TOKENIZER])}]"
+        )
+    if not same_chat and _CHAT_TEMPLATE not in intended:
+        assert tokenizer.chat is not None and origin.chat is not None
+        raise ConfigError(
+            f"{origin.key}: the conversations of the data were prepared with another chat template "
+            f"({tokenizer.chat.source}) than the model in {origin.path} was trained with ({origin.chat.source}); "
+            "prepare them again with the template that came with the model, or, if this is intended, set "
+            f"{CHANGES_KEY}=[{', '.join([*intended, _CHAT_TEMPLATE])}]"
         )
     if unlisted := sorted(changed_settings - set(intended)):
         raise ConfigError(_message_for_different_model(origin, different_keys, unlisted))
@@ -128,7 +146,7 @@ def check_same_parameters(origin: Origin, checkpoint: Committed, model: Model) -
 def _check_intended(origin: Origin, intended: Sequence[str], model: Model, changes: set[str]) -> None:
     """Raises `ConfigError` for intended changes that are impossible or unknown, or that change nothing."""
     settings = {key.partition(".")[0] for key in explicit_settings(model)} - set(SHAPE_SETTINGS)
-    allowed = [*sorted(settings), _TOKENIZER]
+    allowed = [*sorted(settings), _TOKENIZER, _CHAT_TEMPLATE]
     for name in intended:
         if name in SHAPE_SETTINGS:
             raise ConfigError(

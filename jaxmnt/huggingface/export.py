@@ -28,7 +28,7 @@ from jaxmnt.config.model import Model
 from jaxmnt.data.manifest import BYTES, TOKENIZER_FILE
 from jaxmnt.data.run_tokenizer import RunTokenizer
 from jaxmnt.errors import ConfigError, UserError
-from jaxmnt.huggingface.companions import Files, match_tokenizer, with_end_token
+from jaxmnt.huggingface.companions import Files, match_tokenizer, with_chat, with_end_token
 from jaxmnt.huggingface.config import TOKENIZER_KEY, write_config
 from jaxmnt.huggingface.folder import CONFIG, DTYPES, INDEX, SINGLE, json_bytes
 from jaxmnt.huggingface.tensors import Part, Parts, parts_of, round_to
@@ -119,6 +119,8 @@ def plan_export(
     if tokenizer is not None and tokenizer.name == BYTES:
         tree[TOKENIZER_KEY] = BYTES  # read by from-hf, because bytes need no tokenizer.json
     companions = _export_companions(companions, tokenizer) | {CONFIG: json_bytes(tree)}
+    if tokenizer is not None:
+        companions = with_chat(companions, tokenizer)
 
     files = divide_into_files(parts, np.dtype(dtype_name).itemsize, file_bytes)
     untrained_rows = config.model.vocab_size - model.vocab_size

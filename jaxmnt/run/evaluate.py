@@ -1,33 +1,21 @@
-"""Evaluates a run's model between steps: the held-out loss, and samples of text.
+"""Evaluates a run's model between steps: the held-out loss.
 
 An evaluation is exact: each token of a fixed part of every source's held-out data counts once, regardless of the number
 of hosts. `train.eval_tokens` sets the size of that part.
 """
 
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-import numpy as np
 
 from jaxmnt.data.batches import EvaluationData
 from jaxmnt.data.feed import process_rows, to_devices
-from jaxmnt.data.run_tokenizer import tokenizer_of_data
 from jaxmnt.data.sources import Sources
-from jaxmnt.data.text_pieces import decode_after
-from jaxmnt.errors import ConfigError, shortened
-from jaxmnt.parallel.axes import without_stages
-from jaxmnt.parallel.layout import map_with_axes
-from jaxmnt.parallel.sharding import SCALES_AND_BIASES
 from jaxmnt.telemetry.metrics import EvaluationSums
-from jaxmnt.training.build import inference_spec
 from jaxmnt.training.compile import Program
-from jaxmnt.training.inference import Generator, Sampling
 from jaxmnt.training.spec import ControlFlags
-from jaxmnt.training.state import abstract_state, canonical_abstract, model_state
-
-_TEMPERATURE = 0.7
+from jaxmnt.training.state import model_state
 
 
 class Evaluator:
@@ -104,83 +92,3 @@ class Evaluator:
             pending = dispatched
         if pending is not None:
             yield jax.device_get(pending)
-
-
-class Sampler:
-    """Continues the prompts of the config, on all devices of the run.
-
-    Inference uses no pipeline. Its mesh divides the parameters over the pipeline's stages as additional fsdp ways, so
-    the devices hold a second copy of the parameters for a while, in the compute dtype.
-    """
-
-    def __init__(self, program: Program, data: Sources):
-        """Raises `ConfigError` if the data's tokens are not text, or a prompt is empty or too long."""
-        self._config, self._program, self._data = program.spec.config, program, data
-        if not data.is_text:
-            raise ConfigError("telemetry.samples: the data does not record the tokenizer of its tokens; leave it out")
-        self._tokenizer = tokenizer_of_data(data.tokenizer, data.vocab_size, data.folder).open()
-        self._prompts = [self._encode_prompt(text) for text in self._config.telemetry.samples]
-
-    def compile(self) -> None:
-        """Prepares the transfer of the parameters.
-
-        The generator compiles its programs when it makes the first samples.
-        """
-        _ = self._inference_model
-
-    @functools.cached_property
-    def _inference_model(self) -> tuple[Callable[[Any], Any], Generator]:
-        """Returns a function that casts the model and moves it to the inference mesh, and a generator on that mesh."""
-        program, mesh = self._program, self._config.mesh
-        inference_mesh = without_stages(mesh, program.spec.placement.sizes)
-        devices = list(program.spec.placement.mesh.devices.flat)
-        spec = inference_spec(self._config, self._data.vocab_size, inference_mesh, devices)
-        abstract = model_state(canonical_abstract(spec, abstract_state(spec)))
-
-        def cast_and_move(model: Any) -> Any:
-            cast = lambda leaf, names: leaf if SCALES_AND_BIASES & {*names} else leaf.astype(spec.dtype)
-            return model | {"params": map_with_axes(cast, model["params"], spec.definition.axes)}
-
-        shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
-        return jax.jit(cast_and_move, out_shardings=shardings), Generator(spec)
-
-    def __call__(
-        self, state: Any, step: int, note_progress: Callable[[str], None] = lambda done: None
-    ) -> list[dict[str, str]]:
-        """Returns each prompt with its continuation, equal in all processes. Calls `note_progress` at each token."""
-        cast_and_move, generator = self._inference_model
-        settings = self._config.telemetry
-        token_rows = []  # the next token of every prompt, one array for each position
-        model = cast_and_move(self._program.to_canonical(model_state(state)))
-        weights = generator.place(model["params"], model.get("buffers", {}))
-        sampling = Sampling(_TEMPERATURE, seed=self._config.seed + step)
-        for tokens in generator.generate(weights, self._prompts, settings.sample_tokens, sampling):
-            token_rows.append(tokens)
-            note_progress(f"token {len(token_rows)} of {settings.sample_tokens} of the samples")
-        end_id = self._data.end_of_document
-        return [
-            {"prompt": text, "text": decode_after(self._tokenizer, prompt, row[: _length_before(row, end_id)])}
-            for text, prompt, row in zip(settings.samples, self._prompts, np.stack(token_rows, axis=1), strict=True)
-        ]
-
-    def _encode_prompt(self, text: str) -> np.ndarray:
-        end_id, max_length = self._data.end_of_document, self._config.data.sequence_length
-        ids = ([] if end_id is None else [end_id]) + self._tokenizer.encode_batch([text])[0].tolist()
-        if not ids:
-            raise ConfigError(
-                "telemetry.samples: a prompt is empty, and the data has no end-of-document token that could begin it; "
-                "give some text"
-            )
-        if len(ids) + self._config.telemetry.sample_tokens > max_length:
-            raise ConfigError(
-                f"telemetry.samples: {shortened(repr(text))} has {len(ids)} tokens; with telemetry.sample_tokens "
-                f"({self._config.telemetry.sample_tokens}) it must fit data.sequence_length ({max_length}); shorten "
-                "the prompt or the sample"
-            )
-        return np.array(ids, np.int32)
-
-
-def _length_before(row: np.ndarray, end_id: int | None) -> int:
-    """Returns the number of tokens in `row` before the first `end_id`, which ends documents."""
-    end_positions = np.flatnonzero(row == (-1 if end_id is None else end_id))
-    return int(end_positions[0]) if len(end_positions) else len(row)

@@ -12,6 +12,7 @@ from jaxmnt.errors import ExitCode, shortened
 from jaxmnt.run.profiling import PROFILE_TIMEOUT_SECONDS
 from jaxmnt.run.rundir import checkpoint_root
 from jaxmnt.run.running import Running
+from jaxmnt.run.sampling import exact_match
 from jaxmnt.telemetry.events import METRICS, peak_host_bytes, records
 from jaxmnt.units import count, duration
 
@@ -97,7 +98,8 @@ def _report_end(run: Running, step: int) -> None:
     quoted_directory = shlex.quote(str(directory))
     print_line(f"report  python -m jaxmnt.report {quoted_directory}")
     if run.data.is_text:
-        print_line(f"prompt  python -m jaxmnt.generate --run {quoted_directory} --prompt 'Once'")
+        chat = "--chat " if run.data.chat else ""
+        print_line(f"prompt  python -m jaxmnt.generate --run {quoted_directory} {chat}--prompt 'Once'")
     if step == settings.stop_after and step < settings.steps:
         print_line("to continue, raise train.stop_after or leave it out")
     elif step < settings.steps:
@@ -184,6 +186,7 @@ def _evaluate(run: Running) -> float | None:
         run.evaluator.compile()
         if run.sampler is not None:
             run.sampler.compile()
+    matches = None
     with run.watchdog.during("evaluating", limits.evaluate_seconds), _timed_phase(run, "evaluation"):
         results = run.evaluator(progress.state, should_stop, run.watchdog.note_progress)
         if run.sampler is not None and results is not None:
@@ -191,12 +194,16 @@ def _evaluate(run: Running) -> float | None:
             if run.writes:
                 run.events.write("samples", step=progress.step, samples=samples)
             for sample in samples:
-                run.status.line(f"sample  {shortened(sample['prompt'] + sample['text'])}")
+                separator = " → " if "expect" in sample else ""
+                run.status.line(f"sample  {shortened(sample['prompt'] + separator + sample['text'])}")
+            matches = exact_match(samples)
     seconds = time.perf_counter() - started
     run.log.pause(seconds)
     if results is None:
         progress.preempted = True
-    return run.log.write_eval(progress.step, results, seconds, run.config.data.eval_sets) if results else None
+    if not results and matches is None:
+        return None
+    return run.log.write_eval(progress.step, results or {}, seconds, run.config.data.eval_sets, matches)
 
 
 def is_evaluation_missing(run: Running) -> bool:

@@ -10,9 +10,11 @@ from typing import Any
 
 import jax
 
+from jaxmnt.config.data import Data
 from jaxmnt.config.describe import RESUME_LABELS
-from jaxmnt.data.batches import WithoutTargets
+from jaxmnt.data.batches import RowReader, WithoutTargets
 from jaxmnt.data.grain_source import GrainData
+from jaxmnt.data.rows import Packed
 from jaxmnt.data.sources import Part
 from jaxmnt.distributed.gpu_settings import SHOWN_VARIABLES
 from jaxmnt.distributed.malloc import missing_huge_pages
@@ -78,6 +80,7 @@ def print_data(run: OpenedRun) -> None:
         status.line(
             f"rows    {label}{count(rows)} {kind} of {settings.sequence_length} tokens, "
             f"fill {training.readers[name].fill:.3f}{_describe_without_targets(without_targets.get(name))}"
+            f"{_describe_long_documents(training.readers[name], settings)}"
         )
     _print_evaluation(run)
     empty_fraction = training.empty_batches(without_targets)
@@ -86,6 +89,15 @@ def print_data(run: OpenedRun) -> None:
             f"note    about {empty_fraction:.0%} of the batches have no target, so their steps will change "
             "nothing; set data.rows=packed, a longer data.sequence_length or a larger data.global_batch_size"
         )
+
+
+def _describe_long_documents(reader: RowReader, settings: Data) -> str:
+    """Describes how many documents are longer than a packed row, and what happens to them; empty if none is."""
+    if not isinstance(reader, Packed) or not reader.long_documents:
+        return ""
+    documents = counted(reader.long_documents, "document is", "documents are")
+    treatment = "cut" if settings.long_documents == "cut" else "skipped"
+    return f"; {documents} longer than a row and {treatment} (data.long_documents)"
 
 
 def _describe_baselines(part: Part) -> str:

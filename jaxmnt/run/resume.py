@@ -254,7 +254,7 @@ def begin_run(config: Config, data: Sources, run: str) -> ResumePoint:
 
     def check_origin(origin: Origin) -> list[str]:
         """Checks that the model settings and the tokenizer match. Returns remarks."""
-        tokenizer = tokenizer_of_data(data.tokenizer, data.vocab_size, data.folder)
+        tokenizer = tokenizer_of_data(data.tokenizer, data.vocab_size, data.folder, data.chat)
         return check_compatible(origin, config.model, tokenizer, config.run.init_from_changes)
 
     if config.run.init_from and source.startswith(HUGGING_FACE_PREFIX):

@@ -5,11 +5,12 @@ from typing import Any
 
 from jaxmnt.data.feed import Feed
 from jaxmnt.run import report
-from jaxmnt.run.evaluate import Evaluator, Sampler
+from jaxmnt.run.evaluate import Evaluator
 from jaxmnt.run.input import begin_feed
 from jaxmnt.run.monitoring import BadStepMonitor, Monitoring
 from jaxmnt.run.profiling import Profiler
 from jaxmnt.run.rundir import plain_config
+from jaxmnt.run.sampling import Sampler
 from jaxmnt.run.starting_state import ReadyRun
 from jaxmnt.telemetry.flops import CONVENTIONS, peak_flops, token_flops
 from jaxmnt.telemetry.metrics import Rates, TrainLog

@@ -6,8 +6,15 @@ from typing import Any
 
 from jaxmnt.checkpoint.commit import Committed
 from jaxmnt.checkpoint.manifest import DamagedError
+from jaxmnt.checkpoint.refs import roots_of
 from jaxmnt.checkpoint.restore import restore
-from jaxmnt.data.run_tokenizer import tokenizer_of_data, write_tokenizer
+from jaxmnt.data.run_tokenizer import (
+    RunTokenizer,
+    read_tokenizer,
+    same_vocabulary,
+    tokenizer_of_data,
+    write_tokenizer,
+)
 from jaxmnt.distributed.malloc import return_free_memory
 from jaxmnt.errors import ConfigError
 from jaxmnt.huggingface import companions
@@ -150,6 +157,23 @@ def _should_spread(run: CompiledRun) -> bool:
     return not run.identity.alone and not run.program.placement.on_cpu
 
 
+def _tokenizer_of(run: CompiledRun) -> RunTokenizer:
+    """Returns the run's tokenizer. If its data has no conversations, the chat template is the one that the run has
+    already, or that of the run whose weights it begins with."""
+    data, start = run.data, run.start
+    tokenizer = tokenizer_of_data(data.tokenizer, data.vocab_size, data.folder, data.chat)
+    if tokenizer.chat is not None:
+        return tokenizer
+    roots = run_directories(run.config)
+    source = run.config.run.init_from or run.config.run.fork_from
+    if start.kind != "own" and source is not None and start.checkpoint is not None:
+        roots = roots_of(source, start.checkpoint)
+    stored = next(filter(None, map(read_tokenizer, roots)), None)
+    if stored is None or stored.chat is None or not same_vocabulary(stored, tokenizer):
+        return tokenizer
+    return replace(tokenizer, chat=stored.chat)
+
+
 def _write_description(run: CompiledRun) -> None:
     """Writes the config, the tokenizer and a source model's other files into the run's directories.
 
@@ -157,7 +181,7 @@ def _write_description(run: CompiledRun) -> None:
     """
     config, start, directories = run.config, run.start, run_directories(run.config)
     write_config(run.directory, config)
-    tokenizer = tokenizer_of_data(run.data.tokenizer, run.data.vocab_size, run.data.folder)
+    tokenizer = _tokenizer_of(run)
     for directory in directories:
         write_tokenizer(directory, tokenizer)
     if start.kind != "own":

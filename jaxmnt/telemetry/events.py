@@ -78,7 +78,7 @@ def or_null(is_valid: FieldCheck) -> FieldCheck:
 
 _NUMBER_FIELDS = (
     "loss", "grad_norm", "step_seconds", "data_wait_seconds", "blocked_seconds", "began", "slower_seconds", "until",
-    "cost_per_gpu_hour", "tokens_per_second", "mfu", "hfu", "bits_per_byte",
+    "cost_per_gpu_hour", "tokens_per_second", "mfu", "hfu", "bits_per_byte", "exact_match",
 )  # fmt: skip
 _FIELD_CHECKS: dict[str, FieldCheck] = {
     "kind": is_text,

@@ -162,18 +162,26 @@ class TrainLog:
         self._ready_at = time.perf_counter()
 
     def write_eval(
-        self, step: int, sums: Mapping[str, EvaluationSums], seconds: float, sets: Collection[str] = ()
+        self,
+        step: int,
+        sums: Mapping[str, EvaluationSums],
+        seconds: float,
+        sets: Collection[str] = (),
+        exact_match: float | None = None,
     ) -> float | None:
         """Writes the mean loss over all held-out tokens, and that of each source. Returns the mean over all.
 
         A mean is None if there are no tokens. `sets` names the additional evaluation sets, which count toward the
-        overall mean only if nothing else is held out.
+        overall mean only if nothing else is held out. `exact_match` is the share of the samples that expect a text
+        and have it; None if no sample expects any.
         """
         held_out = {name: source for name, source in sums.items() if name not in sets} or sums
-        total = functools.reduce(EvaluationSums.plus, held_out.values())
+        total = functools.reduce(EvaluationSums.plus, held_out.values(), EvaluationSums(0.0, 0, 0.0))
         if self._lines is None:
             return total.mean
-        self._record("eval", step, seconds=seconds, **_losses(total), sources={n: _losses(s) for n, s in sums.items()})
+        matches = {} if exact_match is None else {"exact_match": exact_match}
+        sources = {name: _losses(source) for name, source in sums.items()}
+        self._record("eval", step, seconds=seconds, **_losses(total), **matches, sources=sources)
 
         by_source = ""
         if len(sums) > 1:
@@ -181,7 +189,7 @@ class TrainLog:
         bits = "" if total.bits_per_byte is None else f" ({total.bits_per_byte:.4f} bits per byte)"
         self.status.line(
             f"step {step}  held-out loss {_format_loss(total.mean)}{bits}{by_source} over {count(total.tokens)} tokens "
-            f"({duration(seconds)})"
+            f"({duration(seconds)})" + ("" if exact_match is None else f", exact match {exact_match:.1%}")
         )
         return total.mean
 

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -63,6 +63,18 @@ class Document(NamedTuple):
     """True if the end of document that will be added is a target."""
     continues: bool = False
     """True if this continues a document that began in the previous part."""
+    joined: bool = False
+    """True if the segments are one text, which is encoded at once, with names of special tokens as those tokens."""
+
+
+class RenderedRecord(NamedTuple):
+    """The contents of a record with a conversation."""
+
+    segments: list[Segment]
+    end_is_target: bool
+    """True if the end of the document is a target."""
+    joined: bool
+    """True if the segments are one text, which is encoded at once."""
 
 
 @dataclass
@@ -77,6 +89,12 @@ class Counts:
     """Number of empty documents, which are left out."""
     without_targets: int = 0
     """Number of conversations left out because they have no targets."""
+    conversations: int = 0
+    """Number of conversations that were rendered with markup."""
+    end_tokens: list[str] = field(default_factory=list)
+    """The tokens that end the targets of conversations. Those of several parts may repeat."""
+    crossing: int = 0
+    """Number of tokens that cross the boundary between a target and text that is not a target."""
     replaced: int = 0
     """Number of documents in which invalid bytes were replaced."""
     long: int = 0
@@ -87,6 +105,13 @@ class Counts:
     """Number of binary files, which are left out."""
     binary_names: list[str] = field(default_factory=list)
     """Names of the first binary files."""
+
+
+class Markup(Protocol):
+    """Renders the conversations of records."""
+
+    def render(self, record: Any, report: "Report") -> RenderedRecord:
+        """Returns the contents of a record. Raises `BadRecordError` if the record cannot be used."""
 
 
 @dataclass(kw_only=True)
@@ -100,8 +125,14 @@ class Report(Counts):
     """Function to call with the number of bytes read since the last call."""
     records: dict[int, int] = field(default_factory=dict)
     """Number of records read from each file, including those left out."""
+    markup: "Markup | None" = None
+    """Renders conversations; None if the records hold none."""
     lengths: Counter[int] = field(default_factory=Counter)
     """Number of documents in token arrays, by their length in tokens."""
+
+    def note_end_tokens(self, tokens: Iterable[str]) -> None:
+        """Notes tokens that ended targets."""
+        self.end_tokens += [token for token in tokens if token not in self.end_tokens]
 
     def refuse(self, error: BadRecordError, where: str) -> None:
         """Skips the record at `where`, which cannot be used. Raises `ConfigError` if such records must stop the

@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple, NoReturn
 
 import numpy as np
 
+from jaxmnt.data.chat.template import ChatFormat
 from jaxmnt.data.manifest import BYTES
 from jaxmnt.errors import ConfigError, how_to_install, printable
 
@@ -25,6 +26,12 @@ class ReadOptions:
     """Field or column that holds the text of a document."""
     chat: bool = False
     """True if records hold conversations."""
+    learn: Literal["answers", "last", "all"] = "answers"
+    """Targets of a conversation: all answers, the last answer, or the entire text."""
+    chat_format: ChatFormat | None = None
+    """Chat template that renders conversations; None for ChatML."""
+    chat_date: str | None = None
+    """The date that a template writes as today's, such as 2026-01-31."""
     ignored_fields: tuple[str, ...] = ()
     """Fields of conversations and their messages that are dropped although they may change the meaning."""
     replace_invalid: bool = False

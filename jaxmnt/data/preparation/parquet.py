@@ -14,17 +14,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
+from jaxmnt.data.preparation.conversations import KNOWN_SHAPES, SHAPES, conversation_advice, fields_to_read
 from jaxmnt.data.preparation.documents import BadRecordError, Document, Report, Segment
 from jaxmnt.data.preparation.inputs import Input, Piece, ReadOptions, damaged_parquet, open_parquet
-from jaxmnt.data.preparation.records import (
-    KNOWN_SHAPES,
-    SHAPES,
-    conversation_advice,
-    documents_of,
-    fields_to_read,
-    key_of,
-    names_of,
-)
+from jaxmnt.data.preparation.records import documents_of, key_of, names_of
 from jaxmnt.errors import ConfigError, printable
 from jaxmnt.strict_json import json_text
 

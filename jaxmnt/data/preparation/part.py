@@ -3,7 +3,7 @@
 import io
 import json
 from array import array
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -14,12 +14,13 @@ from jaxmnt import storage
 from jaxmnt.data.manifest import SPLITS, sealed_text, unsealed
 from jaxmnt.data.preparation.attempts import Attempt
 from jaxmnt.data.preparation.documents import Counts, Document, Report, Segment
+from jaxmnt.data.preparation.encoding import encode_documents
 from jaxmnt.data.preparation.inputs import Input, Part, Settings, raise_unreadable
 from jaxmnt.data.preparation.json_lines import read_compressed, read_lines
+from jaxmnt.data.preparation.markup import open_markup
 from jaxmnt.data.preparation.parquet import read_parquet
 from jaxmnt.data.preparation.text import read_text, read_tokens
 from jaxmnt.data.store import file_digest
-from jaxmnt.data.text_pieces import Piece, encode_pieces, encode_stretches
 from jaxmnt.data.tokenizer import Tokenizer
 from jaxmnt.errors import ConfigError, printable
 from jaxmnt.storage import publish
@@ -240,32 +241,18 @@ def read_part(part: Part, report: Report) -> Iterator[Document]:
             raise_unreadable(error)
 
 
-_BATCH_CHARACTERS = 2**19
-"""Number of characters to encode at a time, because encoding many short texts one by one is slower."""
-
 COUNTED = [field.name for field in fields(Counts)]
 """Names of the counts that the record of a part stores."""
 
 
 def prepare_part(job: Job, part: Part, tokenizer: Tokenizer | None, advance: Callable[[int], None]) -> None:
     """Prepares a part. Raises `ConfigError` for invalid input, and `OSError` if the output cannot be written."""
-    read_options = job.settings.reading
     attempt = Attempt(job.work)
-    report = Report(read_options=read_options, skip_bad=job.settings.skip_bad, advance=advance)
+    report = Report(read_options=job.settings.reading, skip_bad=job.settings.skip_bad, advance=advance)
     writers = {split: ShardWriter(job, split, part.number, attempt) for split in SPLITS}
     try:
-        documents = (
-            _count_text(document, writers[split_of(document, job.settings)]) for document in read_part(part, report)
-        )
-        for document, encoded in _encode(documents, tokenizer):
-            writer = writers[split_of(document, job.settings)]
-            if not document.continues:
-                writer.begin_document(document.file.number, document.record)
-            for tokens, learn in encoded:
-                writer.add(tokens, learn)
-            if not document.closed:
-                assert read_options.end_id is not None
-                writer.add(np.array([read_options.end_id]), document.end_is_target)
+        with open_markup(job.settings.reading, tokenizer) as report.markup:
+            _write_documents(job, part, tokenizer, report, writers)
         # The record is published last, because it marks the part as done.
         splits = {split: writer.close() for split, writer in writers.items()}
         save_array(job.counts_path(part.number), np.stack([writer.counts for writer in writers.values()]), attempt)
@@ -274,6 +261,25 @@ def prepare_part(job: Job, part: Part, tokenizer: Tokenizer | None, advance: Cal
         write_record(job.record_path(part.number), record, attempt)
     finally:
         attempt.remove_unpublished()
+
+
+def _write_documents(
+    job: Job, part: Part, tokenizer: Tokenizer | None, report: Report, writers: dict[str, ShardWriter]
+) -> None:
+    """Reads and encodes the documents of a part, and writes each to the shards of its split."""
+    end_id = job.settings.reading.end_id
+    documents = (
+        _count_text(document, writers[split_of(document, job.settings)]) for document in read_part(part, report)
+    )
+    for document, encoded in encode_documents(documents, tokenizer, report):
+        writer = writers[split_of(document, job.settings)]
+        if not document.continues:
+            writer.begin_document(document.file.number, document.record)
+        for tokens, learn in encoded:
+            writer.add(tokens, learn)
+        if not document.closed:
+            assert end_id is not None
+            writer.add(np.array([end_id]), document.end_is_target)
 
 
 def _count_text(document: Document, writer: ShardWriter) -> Document:
@@ -295,8 +301,9 @@ def documents_with_split(job: Job, part: Part) -> Iterator[tuple[str, Document]]
     """Yields the split, `train` or `eval`, and the document, for each document of a part. Skips records that cannot be
     used."""
     report = Report(read_options=job.settings.reading, skip_bad=True, advance=lambda count: None)
-    for document in read_part(part, report):
-        yield split_of(document, job.settings), document
+    with open_markup(job.settings.reading, None) as report.markup:
+        for document in read_part(part, report):
+            yield split_of(document, job.settings), document
 
 
 def split_of(document: Document, settings: Settings) -> str:
@@ -305,48 +312,3 @@ def split_of(document: Document, settings: Settings) -> str:
     fraction = settings.eval_fraction
     assert fraction is not None
     return document.file.split or ("eval" if int.from_bytes(document.key[:8], "big") < fraction * 2**64 else "train")
-
-
-Tokens = tuple[np.ndarray, bool]
-"""Tokens from a document, and True if they are targets."""
-
-
-def _encode(documents: Iterator[Document], tokenizer: Tokenizer | None) -> Iterator[tuple[Document, Iterable[Tokens]]]:
-    """Yields each document with its tokens. Encodes short documents together, and long ones a segment at a time."""
-    batch = []
-    characters = 0
-    for document in documents:
-        if isinstance(document.segments, list):
-            batch.append((document, document.segments))
-            characters += sum(len(segment.content) for segment in document.segments)
-            if characters < _BATCH_CHARACTERS:
-                continue
-        yield from _encode_together(batch, tokenizer)
-        batch, characters = [], 0
-        if not isinstance(document.segments, list):
-            yield document, _encode_in_stretches(document, tokenizer)
-    yield from _encode_together(batch, tokenizer)
-
-
-def _encode_together(
-    batch: list[tuple[Document, list[Segment]]], tokenizer: Tokenizer | None
-) -> Iterator[tuple[Document, Iterable[Tokens]]]:
-    """Encodes a batch of short documents together, and yields each with its tokens. Token arrays are not changed."""
-    texts = [
-        [Piece(segment.content, segment.markup) for segment in segments if isinstance(segment.content, str)]
-        for _, segments in batch
-    ]
-    assert tokenizer is not None or not any(texts)
-    encoded: list[list[Any]] = texts if tokenizer is None else encode_pieces(tokenizer, texts)
-    for (document, segments), ids in zip(batch, encoded, strict=True):
-        tokens = ids or [segment.content for segment in segments]  # without text, the segments hold tokens
-        yield document, zip(tokens, (segment.learn for segment in segments), strict=True)
-
-
-def _encode_in_stretches(document: Document, tokenizer: Tokenizer | None) -> Iterator[Tokens]:
-    """Returns the tokens of a long document, which is encoded a segment at a time. All of them are targets."""
-    contents: Iterator[Any] = (segment.content for segment in document.segments)
-    if not document.closed:
-        assert tokenizer is not None
-        contents = encode_stretches(tokenizer, contents)
-    return ((tokens, True) for tokens in contents)

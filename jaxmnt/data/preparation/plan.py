@@ -16,10 +16,22 @@ from typing import Any
 import numpy as np
 
 from jaxmnt import storage
-from jaxmnt.data.manifest import FORMAT, MANIFEST, NAMELESS, SOURCES, SPLITS, TOKENIZER_FILE, VERSION, sealed_text
+from jaxmnt.data.chat.template import ChatFormat
+from jaxmnt.data.manifest import (
+    CHAT_TEMPLATE_FILE,
+    FORMAT,
+    MANIFEST,
+    NAMELESS,
+    SOURCES,
+    SPLITS,
+    TOKENIZER_FILE,
+    VERSION,
+    sealed_text,
+)
 from jaxmnt.data.preparation.attempts import NAME_OF_ATTEMPT, Attempt
 from jaxmnt.data.preparation.documents import Counts
 from jaxmnt.data.preparation.inputs import Input, LeftOut, Settings
+from jaxmnt.data.preparation.markup import chat_format_of
 from jaxmnt.data.preparation.part import (
     COUNTED,
     WORK,
@@ -45,7 +57,8 @@ _PART_FILES = rf"(part-[0-9]{{5,}}\.json | counts-[0-9]{{5,}}\.npy | (train|eval
 _SHARD_FILES = rf"(train|eval)-(tokens|documents|learn|origins)-{_SHARD_FILE}"
 _PARTS_CONTENTS = re.compile(
     rf"{_PART_FILES} | \.{_PART_FILES}\.tmp | {_SHARD_FILES}\.tmp"
-    rf"| ({_PART_FILES} | {_SHARD_FILES} | manifest\.json | sources\.txt)\.{NAME_OF_ATTEMPT}\.tmp",
+    rf"| ({_PART_FILES} | {_SHARD_FILES} | manifest\.json | sources\.txt | chat_template\.jinja)"
+    rf"\.{NAME_OF_ATTEMPT}\.tmp",
     re.ASCII | re.VERBOSE,
 )
 _WORK_CONTENTS = re.compile(
@@ -112,8 +125,9 @@ def _discard(output: Path) -> bool:
         for split in SPLITS:
             _remove(output / split, _SPLIT_CONTENTS)
             (output / split).rmdir()
-        if _is_own_file(output / TOKENIZER_FILE):
-            (output / TOKENIZER_FILE).unlink()
+        for name in (TOKENIZER_FILE, CHAT_TEMPLATE_FILE):
+            if _is_own_file(output / name):
+                (output / name).unlink()
         _remove(work, _WORK_CONTENTS)
         work.rmdir()
     return not any(output.iterdir())
@@ -172,6 +186,10 @@ def _make_plan(inputs: list[Input], settings: Settings) -> dict[str, Any]:
     reading = plan["settings"]["reading"]
     if reading["chat"]:
         reading["chat"] = _CHAT_VERSION
+    # Leave out the defaults of settings that earlier versions did not have, so that their preparations are resumed.
+    for name, default in (("learn", "answers"), ("chat_format", None), ("chat_date", None)):
+        if reading[name] == default:
+            del reading[name]
     if not reading["ignored_fields"]:
         del reading["ignored_fields"]
     plan["long_documents"] = {name: reading.pop(name) for name in ("long_documents", "max_document")}
@@ -251,6 +269,8 @@ class Summary(Counts):
     """Median number of tokens of the documents in token arrays."""
     whole_arrays: int = 0
     """Number of token arrays that are one document each."""
+    chat: ChatFormat | None = None
+    """The format in which conversations were rendered; None if there were none."""
     eval_fraction: float = 0.0
     """Share of documents that was to be held out."""
     held_out_by_name: list[str] = field(default_factory=list)
@@ -308,6 +328,7 @@ def commit(job: Job, tokenizer: Tokenizer | None, not_read: LeftOut) -> Summary:
     for record in records:
         for name in record.keys() & COUNTED:  # earlier versions stored fewer counts
             setattr(summary, name, getattr(summary, name) + record[name])
+    summary.chat = _chat_format(job, tokenizer, summary)
     summary.eval_fraction = job.settings.eval_fraction or 0.0
     if not splits["train"]["tokens"]:
         advice = "more text, or a lower --eval-fraction" if summary.documents["eval"] else "more text"
@@ -321,6 +342,9 @@ def commit(job: Job, tokenizer: Tokenizer | None, not_read: LeftOut) -> Summary:
             f"--eval-input: nothing was found in it; {removal}give files that hold text, or leave --eval-input out"
         )
     _note_arrays(summary, job, records)
+    if summary.chat is not None:
+        with attempt.writing(job.output / CHAT_TEMPLATE_FILE, replace=True) as stream:
+            stream.write(summary.chat.template.encode())
     # The manifest comes last, because it marks the output as complete.
     with attempt.writing(job.output / SOURCES, replace=True) as stream:
         stream.writelines((json_text(file.name) + "\n").encode() for file in job.inputs)
@@ -338,13 +362,16 @@ def _manifest(
     records: list[dict[str, Any]],
 ) -> dict[str, Any]:
     """Returns the manifest, without its seal. The other files of the output must be complete."""
-    names = [name for name in (SOURCES, TOKENIZER_FILE) if (job.output / name).exists()]
+    names = [name for name in (SOURCES, TOKENIZER_FILE, CHAT_TEMPLATE_FILE) if (job.output / name).exists()]
     read_options = job.settings.reading
     counts = np.zeros((len(SPLITS), read_options.vocab_size), np.int64)
     for part in job.parts:  # one after another, because each array is as large as the vocabulary
         counts += read_array(job.counts_path(part.number), *counts.shape)
     # Older versions did not write these counts, so leave them out if they are 0.
     rare_counts = {name: getattr(summary, name) for name in ("long", "without_targets") if getattr(summary, name)}
+    chat = {}
+    if summary.chat is not None:
+        chat["chat"] = summary.chat.to_json()
     description = {"name": NAMELESS, "end_of_document": read_options.end_id}
     if tokenizer is not None:
         description = tokenizer.description
@@ -363,7 +390,14 @@ def _manifest(
         "left_out": {"bad": summary.skipped, "empty": summary.empty, "binary": summary.binary} | rare_counts,
         "files": {name: file_digest(job.output / name) for name in names},
         "splits": splits,
-    }
+    } | chat
+
+
+def _chat_format(job: Job, tokenizer: Tokenizer | None, summary: Summary) -> ChatFormat | None:
+    """Returns the format of the conversations; None if there are none."""
+    if not summary.conversations:
+        return None
+    return chat_format_of(job.settings.reading, tokenizer, summary.end_tokens)
 
 
 def _splits_of(job: Job, records: list[dict[str, Any]], attempt: Attempt) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from jaxmnt.data.preparation.inputs import (
     decide_held_out,
     find_inputs,
 )
+from jaxmnt.data.preparation.markup import with_chat_format
 from jaxmnt.data.preparation.part import Job, documents_with_split, prepare_part
 from jaxmnt.data.preparation.plan import Summary, check_output, check_plan, commit, locked_output, remove_work
 from jaxmnt.data.tokenizer import Tokenizer, choose_tokenizer, file_of_tokenizer, make_tokenizer, train_bpe
@@ -215,8 +216,12 @@ def _process(task: Any, number: int) -> None:
     busy[number] = False
 
 
-def build(selection: Selection, output: Path, settings: Settings, progress: Progress) -> Summary:
+def build(
+    selection: Selection, output: Path, settings: Settings, progress: Progress, chat_template: str | None = None
+) -> Summary:
     """Writes prepared data to `output`. If the same preparation was stopped earlier, it is resumed.
+
+    `chat_template` is the value of --chat-template.
 
     The same input gives the same bytes for any number of workers. Raises `ConfigError` for invalid input or arguments,
     and `UserError` if the output cannot be written.
@@ -228,6 +233,7 @@ def build(selection: Selection, output: Path, settings: Settings, progress: Prog
         name = printable(str(error.filename))
         raise ConfigError(f"{name} cannot be read: {error.strerror}; check the path and its permissions") from error
     inputs, settings = decide_held_out(inputs, settings)
+    settings = with_chat_format(settings, chat_template)
     check_kinds(inputs, settings)
     job = Job(inputs, cut_into_parts(inputs, settings), output, settings)
     try:
