@@ -2,6 +2,8 @@
 
     python benchmarks/prepare.py                     rate against tokenizers' own batch encoding, in turn
     python benchmarks/prepare.py --megabytes 2000 --workers 2 --memory-only
+    python benchmarks/prepare.py --chat              conversations: a chat template against ChatML, in turn
+    python benchmarks/prepare.py --chat --records 1000000 --memory-only
 
 Generates JSON lines of English-like text, trains a BPE on some of it, then prepares all of it in a process of its own,
 and encodes the same documents in batches with the tokenizers library alone on one thread. CPU time counts, of all
@@ -33,13 +35,19 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--memory-only", action="store_true", help="prepare once, with bytes for tokens")
+    parser.add_argument("--chat", action="store_true", help="conversations instead of text")
+    parser.add_argument("--records", type=int, default=20_000, help="number of conversations")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        source = write_text(folder / "text.jsonl", options.megabytes)
-        result = memory(source, folder, options) if options.memory_only else rates(source, folder, options)
+        if options.chat:
+            result = chat(folder, options)
+        else:
+            source = write_text(folder / "text.jsonl", options.megabytes)
+            result = memory(source, folder, options) if options.memory_only else rates(source, folder, options)
+            result["megabytes"] = options.megabytes
     result |= {
-        "megabytes": options.megabytes, "workers": options.workers, "date": time.strftime("%Y-%m-%d"),
+        "workers": options.workers, "date": time.strftime("%Y-%m-%d"),
         "python": platform.python_version(), "cpu": platform.machine(), "tokenizers": version("tokenizers"),
     }  # fmt: skip
     print(json.dumps(result))
@@ -119,6 +127,66 @@ def rates(source: Path, folder: Path, options: argparse.Namespace) -> dict:
         "tokenizer_mb_per_core_second": round(float(np.median(alone)), 2),
         "ratio_median": round(float(np.median(np.array(ours) / np.array(alone))), 3),
         "ratios": [round(a / b, 3) for a, b in zip(ours, alone, strict=True)],
+        "peak_mib_all_processes": round(peak),
+    }
+
+
+TEMPLATE = """{{- bos_token }}
+{%- for message in messages %}
+    {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' }}
+    {{- message['content'] | trim + '<|eot_id|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
+{%- endif %}
+"""
+"""Renders like the templates of Llama 3."""
+
+
+def write_conversations(path: Path, records: int) -> Path:
+    """Writes conversations of four messages, each of 10 to 100 words."""
+    rng = np.random.default_rng(0)
+    letters = np.array(list("etaoinshrdlucmfwypvbgkjqxz"))
+    words = np.array(["".join(rng.choice(letters[:20], size)) for size in rng.integers(1, 11, 3000)])
+    texts = [" ".join(rng.choice(words, size)) for size in rng.integers(10, 100, 2000)]
+    with path.open("w", encoding="utf-8") as stream:
+        for numbers in rng.integers(0, len(texts), (records, 4)).tolist():
+            turns = [{"role": ("user", "assistant")[turn % 2], "content": texts[n]} for turn, n in enumerate(numbers)]
+            stream.write(json.dumps({"messages": turns}) + "\n")
+    return path
+
+
+def chat(folder: Path, options: argparse.Namespace) -> dict:
+    """Measures records a CPU second of all processes, with ChatML and with a template, and peak memory."""
+    source = write_conversations(folder / "chat.jsonl", options.records)
+    prepare(write_text(folder / "small.jsonl", 4), folder / "bpe", 1, "--train-tokenizer", str(options.vocabulary))
+    tree = json.loads((folder / "bpe" / "tokenizer.json").read_text())
+    names = ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
+    first = max(token["id"] for token in tree["added_tokens"]) + len(tree["model"]["vocab"]) + 1
+    tree["added_tokens"] += [
+        tree["added_tokens"][0] | {"id": first + number, "content": name} for number, name in enumerate(names)
+    ]
+    own = folder / "own"
+    own.mkdir()
+    (own / "tokenizer.json").write_text(json.dumps(tree))
+    (own / "tokenizer_config.json").write_text(json.dumps({"bos_token": names[0], "eos_token": names[3]}))
+    (own / "chat_template.jinja").write_text(TEMPLATE)
+    arguments = ["--chat", "--tokenizer", str(own), "--eval-fraction", "0"]
+    if options.memory_only:
+        seconds, peak = prepare(source, folder / "out", options.workers, *arguments)
+        return {"records": options.records, "peak_mib_all_processes": round(peak)}
+    rates: dict[str, list[float]] = {"chatml": [], "template": []}
+    for number in range(options.rounds):
+        for name, more in (("chatml", ["--chat-template", "chatml"]), ("template", [])):
+            output = folder / f"{name}-{number}"
+            seconds, peak = prepare(source, output, options.workers, *arguments, *more)
+            rates[name].append(options.records / seconds)
+    ratios = np.array(rates["template"]) / np.array(rates["chatml"])
+    return {
+        "records": options.records,
+        "chatml_records_per_cpu_second": round(float(np.median(rates["chatml"]))),
+        "template_records_per_cpu_second": round(float(np.median(rates["template"]))),
+        "ratio_median": round(float(np.median(ratios)), 3),
         "peak_mib_all_processes": round(peak),
     }
 

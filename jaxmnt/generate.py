@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from jaxmnt.commands import LOCAL_EXIT_CODES, Parser, path_argument, run_command
-from jaxmnt.errors import ConfigError, ExitCode, counted, printable, remark
+from jaxmnt.errors import ConfigError, ExitCode, counted, printable
 from jaxmnt.strict_json import json_text
 from jaxmnt.telemetry.progress import Work, working
 from jaxmnt.trained_model import (
@@ -108,7 +108,7 @@ def main(arguments: list[str]) -> int:
             exact += sum(request.is_exact for request in answered)
     if options.expect is not None:
         share = f" ({100 * exact / expected:.1f} %)" if expected else ""
-        remark(f"exact   {exact} of {expected}{share}")
+        print(f"exact   {exact} of {expected}{share}", file=sys.stderr)
     return exit_code_of(refused)
 
 

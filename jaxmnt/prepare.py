@@ -147,8 +147,9 @@ def _describe_conversations(summary: "Summary", options: argparse.Namespace) -> 
     yield from labelled_lines(first_document(options.output))
     if summary.crossing:
         yield (
-            f"{counted(summary.crossing, 'token crosses', 'tokens cross')} the boundary of a target, and belongs to "
-            "the text that has its last character"
+            f"warning: {counted(summary.crossing, 'token crosses', 'tokens cross')} the boundary of a target. An "
+            "answer cannot begin with such a token, because generate --chat encodes the prompt by itself; change the "
+            "template so that the beginning of an answer ends with a special token or a line end"
         )
 
 
