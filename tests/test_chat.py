@@ -7,6 +7,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from conftest import metrics
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -256,6 +257,23 @@ def test_the_date_is_the_one_that_is_given():
         assert renderer.render(TALK, {}) == "31 Jan 2026"
 
 
+def test_a_template_that_always_exhausts_its_process_is_given_up(monkeypatch):
+    monkeypatch.setattr("jaxmnt.data.chat.renderer.TIMEOUT_SECONDS", 0.5)
+    template = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    with Renderer(format_of("{% if messages | length > 1 %}" + template + "{% endif %}")) as renderer:
+        for _ in range(2):
+            with pytest.raises(RenderError, match="may never end"):
+                renderer.render(TALK, {})
+        assert renderer.render(TALK[:1], {}) == ""
+        for _ in range(2):
+            with pytest.raises(RenderError, match="may never end"):
+                renderer.render(TALK, {})
+        with pytest.raises(
+            ConfigError, match="for 3 conversations in a row, so it may never end; use another template"
+        ):
+            renderer.render(TALK, {})
+
+
 # -- trained, asked and exported in one markup
 
 
@@ -342,6 +360,31 @@ def test_another_template_asks_before_it_continues_a_model(tiny, tmp_path):
     both = [f"data.sources={{a: {{path: '{data}'}}, b: {{path: '{other}'}}}}", "data.path=null"]
     with pytest.raises(ConfigError, match=r"data.sources: a and b were prepared with different chat templates"):
         train(tiny(*both, f"run.dir={tmp_path / 'both'}"), devices=jax.devices()[:1])
+
+
+def test_packed_answers_count_as_single_ones(tiny, tmp_path):
+    """The held-out loss and the first step's loss are means over the answers' tokens, however rows hold them."""
+    records = [
+        {"messages": [{"role": "user", "content": "a" * n}, {"role": "assistant", "content": "b" * (7 * n % 23)}]}
+        for n in range(1, 40)
+    ]
+    (tmp_path / "talk.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    command = ["--input", tmp_path / "talk.jsonl", "--output", tmp_path / "data", "--chat", "--eval-fraction", "0.5"]
+    assert prepare.main([*map(str, command), "--workers", "1"]) == 0
+    held_out = []
+    for name, length, more in (("single", 128, []), ("packed", 512, []), ("split", 512, ["mesh.data=2"])):
+        config = tiny(
+            f"data.path={tmp_path / 'data'}", f"data.sequence_length={length}", "data.rows=packed",
+            "data.global_batch_size=2", "train.steps=1", "optimizer.warmup_steps=0", "optimizer.learning_rate=1e-12",
+            "train.eval_tokens=null", f"run.dir={tmp_path / name}", *more,
+        )  # fmt: skip
+        assert train(config, devices=jax.devices()[: 2 if more else 1]) == 0
+        [line] = metrics(tmp_path / name, "eval")
+        held_out.append((line["loss"], line["tokens"]))
+    manifest = open_prepared(tmp_path / "data").manifest
+    rows = [np.load(file) for file in sorted((tmp_path / "data" / "eval").glob("learn-*.npy"))]
+    assert {tokens for _, tokens in held_out} == {int(sum(row.sum() for row in rows))} and manifest["learn_mask"]
+    assert max(loss for loss, _ in held_out) - min(loss for loss, _ in held_out) < 1e-6
 
 
 def test_a_conversation_at_the_terminal(tiny, tmp_path, monkeypatch, capsys):

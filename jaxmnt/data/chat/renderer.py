@@ -17,6 +17,9 @@ from jaxmnt.errors import ConfigError, printable
 
 Message = Mapping[str, Any]
 
+_MAX_EXHAUSTED = 3
+"""Number of conversations in a row after which a template that exhausts its process is given up."""
+
 _MAX_ERROR = 300
 """Maximum number of characters of a template's error that a message shows."""
 
@@ -38,6 +41,8 @@ class Renderer:
         self.chat = chat
         self._date = date
         self._child: subprocess.Popen[bytes] | None = None
+        self._exhausted = 0
+        """Number of conversations in a row that took too much memory or time."""
         self._unread = b""
         self.words = frozenset(self._start())
         """Names and strings in the code of the template. A field whose name is not among them cannot be rendered."""
@@ -78,6 +83,12 @@ class Renderer:
             **details,
         }  # fmt: skip
         answer = self._exchange(request)
+        self._exhausted = self._exhausted + 1 if answer is None else 0
+        if self._exhausted == _MAX_EXHAUSTED:
+            raise ConfigError(
+                f"--chat-template: {self.chat.source} took too much memory or time for {_MAX_EXHAUSTED} conversations "
+                "in a row, so it may never end; use another template"
+            )
         if answer is None:
             raise RenderError("the chat template took too much memory or time for this conversation, and may never end")
         if "error" in answer:

@@ -103,6 +103,8 @@ def find_targets(
 def _render_with_marks(render: Render, messages: Sequence[Mapping[str, Any]]) -> _Marked:
     whole = MARK.sub("", render(messages, False))
     text, offsets = _without_marks(render([_with_marks(message, n) for n, message in enumerate(messages)], False))
+    if text != whole and any(isinstance(message.get("content"), list) for message in messages):
+        raise TargetsError("the chat template does not read contents that are lists of parts; give them as text")
     if text != whole:
         raise TargetsError(
             "the chat template makes other text of it when contents are marked, so its targets cannot be found"

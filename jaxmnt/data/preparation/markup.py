@@ -49,10 +49,10 @@ class ConversationMarkup:
         if isinstance(conversation, PlainPair):
             return RenderedRecord(conversation.segments, bool(conversation.completion), joined=False)
         everything = self._options.learn == "all"
-        report.conversations += 1
         if self._renderer is None:
             segments = as_chatml(conversation, everything=everything)
             if any(segment.learn for segment in segments):
+                report.conversations += 1
                 report.note_end_tokens([CHATML_END])
             return RenderedRecord(segments, everything or conversation.is_target[-1], joined=False)
         return self._render_with_template(self._renderer, conversation, report, everything)
@@ -79,6 +79,7 @@ class ConversationMarkup:
             targets = renderer.find_targets(messages, variables, is_target, everything)
         except RenderError as error:
             raise BadRecordError(str(error)) from error
+        report.conversations += 1
         report.note_end_tokens(targets.end_tokens)
         segments = [Segment(text, learn, markup) for text, learn, markup in targets.segments]
         return RenderedRecord(segments, targets.end_is_target, joined=True)
