@@ -435,6 +435,18 @@ def test_copies_of_another_model_are_told_apart(folder, tmp_path):
     assert Folder(path, "hf").fingerprint() != before
 
 
+@pytest.mark.parametrize("where", ["arrays", "companions"])
+def test_a_full_disk_leaves_no_half_written_run(folder, tmp_path, monkeypatch, where):
+    def fail(*_, **__):
+        raise OSError(28, "No space left on device", str(tmp_path / "run" / "x"))
+
+    name = {"arrays": "checkpoint.arrays.Writer.write", "companions": "huggingface.companions.publish_bytes"}[where]
+    monkeypatch.setattr(f"jaxmnt.{name}", fail)
+    with pytest.raises(UserError, match="No space left on device; fix that"):
+        convert.main(["from-hf", str(folder("llama-a")), str(tmp_path / "run")])
+    assert not (tmp_path / "run").exists()
+
+
 def test_another_vocabulary_is_refused(folder, tmp_path):
     tokenizers = pytest.importorskip("tokenizers")
     path, data = folder("llama-a"), tmp_path / "data"

@@ -24,12 +24,12 @@ from jaxmnt.config.schema import Config
 from jaxmnt.data import run_tokenizer
 from jaxmnt.data.run_tokenizer import RunTokenizer
 from jaxmnt.data.tokenizer import TOKENIZER_FILE, HuggingFace
-from jaxmnt.errors import ConfigError, printable
+from jaxmnt.errors import ConfigError, UserError, printable
 from jaxmnt.huggingface import companions
 from jaxmnt.huggingface.config import read_config
 from jaxmnt.huggingface.folder import CONFIG, Folder, StoredTensor, read_json
-from jaxmnt.huggingface.tensors import Part, round_to
-from jaxmnt.models.contract import define
+from jaxmnt.huggingface.tensors import Part, Parts, round_to
+from jaxmnt.models.contract import Definition, define
 from jaxmnt.models.registry import build_family, family_class
 from jaxmnt.storage import publish
 from jaxmnt.strict_json import json_text
@@ -43,7 +43,8 @@ def make_run(folder: Folder, out: Path, dtype: str, report_progress: Callable[[s
     """Writes a new run directory, and returns the path of its checkpoint.
 
     `dtype` is the dtype of the parameters, float32 or bfloat16. `report_progress` is called with the name of each
-    parameter. Raises `ConfigError` if the folder has no known model, or if the directory exists.
+    parameter. Raises `ConfigError` if the folder has no known model, or if the directory exists,
+    and `UserError` if it cannot be written. An error leaves no directory.
     """
     if out.exists():
         raise ConfigError(f"{out} exists already; name a new folder")
@@ -54,20 +55,42 @@ def make_run(folder: Folder, out: Path, dtype: str, report_progress: Callable[[s
     parts_by_parameter, stored_tensors = folder.match_tensors(definition)
     folder.check_tied_head(definition.family)
     tokenizer = _read_tokenizer(folder, vocab_size)
+    try:
+        return _write_run(
+            out, config, definition, parts_by_parameter, stored_tensors, tokenizer, folder, dtype, report_progress
+        )
+    except BaseException as error:
+        shutil.rmtree(out, ignore_errors=True)  # this call has created it
+        if isinstance(error, OSError):
+            raise UserError(
+                f"{error.filename or out} cannot be written: {error.strerror or error}; fix that and run the same "
+                "command again"
+            ) from error
+        raise
+
+
+def _write_run(
+    out: Path,
+    config: Config,
+    definition: Definition,
+    parts_by_parameter: Parts,
+    stored_tensors: dict[str, StoredTensor],
+    tokenizer: RunTokenizer | None,
+    folder: Folder,
+    dtype: str,
+    report_progress: Callable[[str], None],
+) -> Path:
+    """Writes the files of the run directory `out`, and returns the path of the checkpoint."""
     path = out / CHECKPOINTS / str(STEP)
     path.parent.mkdir(parents=True)
     begin_step(path)
     writer = Writer(path)
-    try:
-        for name, leaf in arrays_by_name({"params": definition.abstract}).items():
-            report_progress(name)
-            writer.create(name, leaf.shape, np.dtype(dtype))
-            parts = parts_by_parameter[name.removeprefix("params/")]
-            for start, array in _read_layers(folder, parts, stored_tensors, leaf):
-                writer.write(name, start, round_to(array, np.dtype(dtype), name))
-    except ConfigError:
-        shutil.rmtree(out)  # this call has created it
-        raise
+    for name, leaf in arrays_by_name({"params": definition.abstract}).items():
+        report_progress(name)
+        writer.create(name, leaf.shape, np.dtype(dtype))
+        parts = parts_by_parameter[name.removeprefix("params/")]
+        for start, array in _read_layers(folder, parts, stored_tensors, leaf):
+            writer.write(name, start, round_to(array, np.dtype(dtype), name))
     folder.close()
     run = secrets.token_hex(6)
     tree = config.model_dump(exclude={"cluster", "launch", "slurm", "gke"})
