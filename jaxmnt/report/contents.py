@@ -143,6 +143,7 @@ def _summary(attempts: Sequence[Attempt], config: Record, step_seconds: float) -
         "loss": last_line.get("loss"),
         "held_out_loss": evals[-1]["loss"] if evals else None,
         "bits_per_byte": evals[-1].get("bits_per_byte") if evals else None,
+        "exact_match": evals[-1].get("exact_match") if evals else None,
         "tokens": last_line.get("tokens", 0),
         "tokens_per_second": recent_tokens / recent_seconds if recent_seconds else None,
         "step_seconds": step_seconds if math.isfinite(step_seconds) else None,

@@ -60,7 +60,8 @@ def _loss_lines(summary: Record) -> list[str]:
         return []
     bits_text = "" if summary["bits_per_byte"] is None else f" ({summary['bits_per_byte']:.4f} bits per byte)"
     held_out = "" if summary["held_out_loss"] is None else f", held out {summary['held_out_loss']:.4f}{bits_text}"
-    return [f"loss    {summary['loss']:.4f} nats per token in the batch of step {summary['step']}{held_out}"]
+    exact = "" if summary["exact_match"] is None else f", exact match {summary['exact_match']:.1%}"
+    return [f"loss    {summary['loss']:.4f} nats per token in the batch of step {summary['step']}{held_out}{exact}"]
 
 
 def _attempt_line(attempt: Record, state: str) -> str:

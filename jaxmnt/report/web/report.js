@@ -96,6 +96,7 @@ function heading(run) {
     ["State", run.state], ["Step", summary.steps ? `${summary.step} of ${summary.steps}` : summary.step],
     ["Loss", short(summary.loss)], ["Held-out loss", short(summary.held_out_loss)],
     ["Held-out bits per byte", short(summary.bits_per_byte)],
+    ["Exact match", percent(summary.exact_match)],
     ["Tokens", short(summary.tokens)], ["Tokens/s", short(summary.tokens_per_second)],
     ["Step time", duration(summary.step_seconds)], ["MFU", percent(summary.mfu)],
     ["Wall time", duration(goodput.wall_seconds)], ["Goodput (ETTR)", percent(goodput.ettr)],
