@@ -53,7 +53,9 @@ class Request:
     max_tokens: int
     """Maximum number of tokens to generate."""
     stops: tuple[str, ...] = ()
-    """Strings before which generation ends."""
+    """Strings of --stop, before which generation ends."""
+    ends: tuple[str, ...] = ()
+    """Strings that end a turn of the model."""
     tokens: list[int] = field(default_factory=list)
     text: str = ""
     finish: str | None = None
@@ -83,8 +85,9 @@ class Request:
             return
         self.tokens.append(token)
         self.text = decode_after(vocabulary.tokenizer, self.ids, self.tokens)
-        if positions := [position for stop in self.stops if (position := self.text.find(stop)) >= 0]:
-            self.text, self.finish = self.text[: min(positions)], "stop"
+        if positions := [(at, stop) for stop in (*self.stops, *self.ends) if (at := self.text.find(stop)) >= 0]:
+            at, stop = min(positions)
+            self.text, self.finish = self.text[:at], "end" if stop in self.ends else "stop"
         elif len(self.tokens) == self.max_tokens:
             self.finish = "length"
 
@@ -171,7 +174,8 @@ def _final_text(request: Request) -> str:
     if request.finish:
         return request.text
     text = request.text.rstrip(_INCOMPLETE_CHARACTER)
-    possible_lengths = (length for stop in request.stops for length in range(len(stop)) if text.endswith(stop[:length]))
+    stops = (*request.stops, *request.ends)
+    possible_lengths = (length for stop in stops for length in range(len(stop)) if text.endswith(stop[:length]))
     return text[: len(text) - max(possible_lengths, default=0)]
 
 
@@ -197,8 +201,10 @@ def _requests(options: argparse.Namespace, selected: "SelectedModel") -> Iterato
 
 def _conversation(options: argparse.Namespace, selected: "SelectedModel") -> Iterator[Request]:
     """Yields a request for each turn that the user types, until the end of the input."""
+    selected.chat.check()
     messages: list[dict[str, Any]] = _system(options)
-    for number in itertools.count():
+    number = 0
+    while True:
         try:
             text = input("you   > ")
         except EOFError:
@@ -207,8 +213,15 @@ def _conversation(options: argparse.Namespace, selected: "SelectedModel") -> Ite
         if not text.strip():
             continue
         messages.append(_user(text))
-        request = _request(options, selected, "the conversation", {"messages": messages})
+        try:
+            request = _request(options, selected, "the conversation", {"messages": messages})
+        except ConfigError as error:
+            # The window is full, or the text cannot be rendered. The next turn begins a new conversation.
+            print(f"{error}; the conversation begins anew")
+            messages = _system(options)
+            continue
         request.number_in_chat = number
+        number += 1
         print("model > ", end="", flush=True)
         yield request
         messages.append({"role": "assistant", "content": request.text})
@@ -228,7 +241,7 @@ def _request(options: argparse.Namespace, selected: "SelectedModel", where: str,
 
     vocabulary, prompt = selected.vocabulary, ""
     if options.chat:
-        ids = selected.chat.ids(_messages(options, record), where, variables_of_line(record, where))
+        ids = selected.chat.ids(_messages(options, record, where), where, variables_of_line(record, where))
     else:
         prompt = record.get("prompt", "")
         if "prompt" not in record or not isinstance(prompt, str):
@@ -250,21 +263,28 @@ def _request(options: argparse.Namespace, selected: "SelectedModel", where: str,
             f"{selected.window} tokens; {room} are generated",
             file=sys.stderr,
         )
-    stops = (*options.stop, *(selected.chat.stop_texts if options.chat else ()))
-    request = Request(ids, prompt, record, min(requested, room), stops)
+    ends = selected.chat.stop_texts if options.chat else ()
+    request = Request(ids, prompt, record, min(requested, room), tuple(options.stop), ends)
     if options.expect is not None:
         request.expected = _expected(record, options.expect, where)
     return request
 
 
-def _messages(options: argparse.Namespace, record: dict[str, Any]) -> Any:
-    """Returns the messages of an input line: its "messages", or its "prompt" of messages or of a user's text."""
+def _messages(options: argparse.Namespace, record: dict[str, Any], where: str) -> Any:
+    """Returns the messages of an input line: its "messages", or its "prompt" of messages or of a user's text, after its
+    "system" message or that of --system."""
+    if "messages" in record and "prompt" in record:
+        raise ConfigError(f'{where}: it must not have both "messages" and "prompt"; remove one of them')
     messages = record.get("messages", record.get("prompt"))
     if isinstance(messages, str):
-        return [*_system(options), _user(messages)]
-    if options.system and isinstance(messages, list) and options.input is not None:
-        return [*_system(options), *messages]
-    return messages
+        messages = [_user(messages)]
+    if not isinstance(messages, list) or not messages or options.input is None:
+        return messages
+    system = record.get("system")
+    if system is not None and not isinstance(system, str):
+        raise ConfigError(f'{where}: "system" must be a text')
+    instructions = [{"role": "system", "content": system}] if system else _system(options)
+    return [*instructions, *messages]
 
 
 def _expected(record: dict[str, Any], field: str, where: str) -> str:

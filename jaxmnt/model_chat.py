@@ -7,6 +7,7 @@ from typing import Any
 from jaxmnt.data.chat.renderer import Renderer, RenderError
 from jaxmnt.data.chat.template import ChatFormat
 from jaxmnt.errors import ConfigError, printable
+from jaxmnt.strict_json import json_text
 from jaxmnt.vocabulary import Vocabulary
 
 _FIELDS_OF_LINES = ("tools", "documents")
@@ -31,6 +32,10 @@ class ModelChat:
             )
         return Renderer(self._format)
 
+    def check(self) -> None:
+        """Raises `ConfigError` if the model has no chat template, or one that cannot be compiled."""
+        _ = self._renderer
+
     def render(
         self, messages: Any, where: str, begins_turn: bool = True, variables: Mapping[str, Any] | None = None
     ) -> str:
@@ -39,7 +44,7 @@ class ModelChat:
         `variables` are passed to the template in addition. Raises `ConfigError`, with `where`, if they are malformed.
         """
         renderer = self._renderer
-        if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+        if not isinstance(messages, list) or not messages or not all(isinstance(entry, dict) for entry in messages):
             raise ConfigError(f'{where}: it must have "messages", a list of objects with "role" and "content"')
         for name in variables or {}:
             if name not in renderer.words:
@@ -51,6 +56,9 @@ class ModelChat:
 
     def ids(self, messages: Any, where: str, variables: Mapping[str, Any] | None = None) -> list[int]:
         """Returns the ids of a conversation up to the beginning of the model's next turn, as they are in training."""
+        special = self._vocabulary.special_name_in(json_text([messages, variables or {}], ensure_ascii=False))
+        if special is not None:
+            raise ConfigError(f"{where}: it contains {printable(special)}, the name of a special token; remove it")
         text = self.render(messages, where, variables=variables)
         ids = self._vocabulary.encode(text, markup=True, where=where)
         # Training puts the end of a document before a conversation. A template cannot name it if tokens are bytes.

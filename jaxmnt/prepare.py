@@ -3,6 +3,7 @@
 import argparse
 import time
 from collections.abc import Iterator
+from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -129,8 +130,8 @@ def _warn_if_few_held_out(summary: "Summary", requested_fraction: float | None) 
 def _describe_conversations(summary: "Summary", options: argparse.Namespace) -> Iterator[str]:
     """Yields lines about the chat template, and the first conversation with its targets marked."""
     from jaxmnt.data.batch_contents import first_document
-    from jaxmnt.data.chat.template import CHATML
     from jaxmnt.data.inspection import labelled_lines
+    from jaxmnt.data.manifest import CHATML
 
     chat = summary.chat
     if chat is None:
@@ -145,6 +146,16 @@ def _describe_conversations(summary: "Summary", options: argparse.Namespace) -> 
     conversations = counted(summary.conversations, "conversation", "conversations")
     yield f"chat   {conversations} in {template}; {targets}; the first:"
     yield from labelled_lines(first_document(options.output))
+    if summary.unprompted:
+        yield (
+            f"warning: {counted(summary.unprompted, 'answer does', 'answers do')} not follow the generation prompt of "
+            "the template, with which generate --chat asks; they are learned from their content on"
+        )
+    if not chat.end_tokens:
+        yield (
+            "note: the template ends answers with no token of the tokenizer, so only the end of a document ends an "
+            "answer"
+        )
     if summary.crossing:
         yield (
             f"warning: {counted(summary.crossing, 'token crosses', 'tokens cross')} the boundary of a target. An "
@@ -213,6 +224,13 @@ def _settings(options: argparse.Namespace) -> "Settings":
     for name in ("learn", "chat_template", "chat_date"):
         if getattr(options, name) is not None and not options.chat:
             raise ConfigError(f"--{name.replace('_', '-')}: only conversations have one; add --chat")
+    if options.chat_date is not None:
+        try:
+            date.fromisoformat(options.chat_date)
+        except ValueError as error:
+            raise ConfigError(
+                f"--chat-date: {printable(options.chat_date)} is not a date; give one such as 2026-01-31"
+            ) from error
     if options.train_tokenizer is not None and options.tokenizer is not None:
         raise ConfigError("--train-tokenizer: --tokenizer is also given; remove one of them")
     read_options = ReadOptions(
@@ -249,11 +267,11 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     add("--output", type=Path, required=True, help="folder to write")
     add_list("--suffix", nargs="*", default=[], help="read only files whose names end so, such as .txt")
     add_list("--exclude", nargs="*", default=[], help="names of files and folders to leave out (*, ?)")
-    add("--tokenizer", type=path_argument, help="bytes (default), or the path of a Hugging Face tokenizer.json")
+    add("--tokenizer", type=path_argument, help="bytes (default), or a Hugging Face tokenizer.json or its folder")
     add("--train-tokenizer", type=int, metavar="N", help="train a byte-level BPE of N tokens on the input")
     add("--end-token", help="token that ends a document (default: <|endoftext|> or another common one)")
     add("--text-field", default="text", help="field or column that holds a document (text)")
-    add("--chat", action="store_true", help="records hold conversations; only answers are targets")
+    add("--chat", action="store_true", help="records hold conversations; answers are targets (--learn)")
     add(
         "--chat-template", type=path_argument, metavar="FILE",
         help="--chat: chatml, or a file (default: the template beside the tokenizer, else chatml)",

@@ -44,6 +44,12 @@ class Vocabulary:
         """Returns the id of the token with this name; None if the tokenizer has no such token."""
         return self.tokenizer.ids.get(token) if isinstance(self.tokenizer, HuggingFace) else None
 
+    def special_name_in(self, text: str) -> str | None:
+        """Returns the name of a special token that occurs in a text; None if there is none."""
+        if not isinstance(self.tokenizer, HuggingFace):
+            return None
+        return next((name for name in sorted(self.tokenizer.special) if name in text), None)
+
     def with_start(self, ids: list[int]) -> list[int]:
         """Returns `start_ids` and the ids of a text. If both are empty, returns `end_of_document` alone, if there is
         one."""

@@ -16,6 +16,7 @@ from jaxmnt.data.chat.renderer import Renderer, RenderError
 from jaxmnt.data.chat.template import CHATML_TEMPLATE, ChatFormat
 from jaxmnt.data.preparation.conversations import Conversation, as_chatml
 from jaxmnt.data.store import open_prepared
+from jaxmnt.data.tokenizer import HuggingFace, TargetText
 from jaxmnt.errors import ConfigError
 from jaxmnt.model_chat import ModelChat
 from jaxmnt.train import train
@@ -83,7 +84,7 @@ def targets(template: str, messages=TALK, is_target=None, ends=(), everything=Fa
     with Renderer(format_of(template, *ends)) as renderer:
         found = renderer.find_targets(messages, variables or {}, is_target, everything)
     text = "".join(f"«{text}»" if learn else text for text, learn, _ in found.segments).replace("»«", "")
-    assert set(found.end_tokens) <= set(ends)
+    assert set(found.end_tokens) <= {*ends, "[/]"}
     return text + "|" * found.end_is_target
 
 
@@ -133,6 +134,55 @@ def test_what_the_model_thinks_belongs_to_its_answer():
     assert targets(TOOLS, talk, ends=[";"]) == "<user>2+2?;<assistant>«[two and two]4;»"
 
 
+def test_answers_without_contents_are_apart():
+    """Calls of tools in a row, with an empty result between them: each is found, whichever are targets."""
+    call = lambda name: {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"function": {"name": name, "arguments": {}}}],
+    }
+    talk = [TALK[3], call("add"), {"role": "tool", "content": ""}, call("sub"), call("mul"), TALK[2]]
+    text = "<user>2+2?;<assistant>«add{};»<tool>;<assistant>«sub{};»<assistant>«mul{};»<assistant>«Hello.;»"
+    assert targets(TOOLS, talk, ends=[";"]) == text
+    chosen = text.replace("«add{};»", "add{};").replace("«mul{};»", "mul{};").replace("«Hello.;»", "Hello.;")
+    assert targets(TOOLS, talk, [False, False, False, True, False, False], ends=[";"]) == chosen
+
+
+def test_the_token_that_ends_a_turn_may_be_unknown_to_the_files():
+    """A special token after the content ends the turn. One in the header of the next turn does not."""
+    with Renderer(format_of(LLAMA)) as renderer:
+        found = renderer.find_targets(TALK, {}, ANSWERS, False, ["<|eot|>", "<|h|>"])
+    assert found.end_tokens == ["<|eot|>"] and not found.end_is_target
+    assert [text for text, learn, markup in found.segments if learn and markup] == ["<|eot|>", "<|eot|>"]
+    headers = "{% for m in messages %}<s>{{ m.role }}</s>{{ m.content }}\n{% endfor %}"
+    header_of_answer = "{% if add_generation_prompt %}<s>assistant</s>{% endif %}"
+    expected = "<s>user</s>2+2?\n<s>assistant</s>«Hello.\n»<s>user</s>2+2?\n<s>assistant</s>«Hello.\n»|"
+    assert targets(headers + header_of_answer, [TALK[3], TALK[2]] * 2, ends=["</s>"]) == expected
+
+
+def test_a_token_across_the_end_of_a_target_is_a_target(tmp_path):
+    """Some tokens take the white space after them; one before a target is counted as well."""
+    tokenizer = HuggingFace(llama_folder(tmp_path / "tokenizer", rstrip=True) / "tokenizer.json", "<|endoftext|>")
+    ends = tokenizer.ids["<|eot|>"]
+    [tokens] = tokenizer.encode_with_targets([TargetText(["<|h|>a", "b<|eot|>", "\n\nc"], [False, True, False])])
+    assert tokens.ids[tokens.is_target].tolist()[-1] == ends and tokens.crossing == 1
+    [tokens] = tokenizer.encode_with_targets([TargetText(["ä", "ö", "😀"], [True, False, True])])
+    assert tokens.is_target.tolist() == [True] * 2 + [False] * 2 + [True] * 4 and tokens.crossing == 0
+
+
+def test_json_is_written_as_transformers_does():
+    template = (
+        "{{ messages | tojson(ensure_ascii=False, indent=1) }}{{ messages[0].content | tojson(ensure_ascii=True) }}"
+    )
+    with Renderer(format_of(template)) as renderer:
+        assert renderer.render([{"content": "ä"}], {}) == '[\n {\n  "content": "ä"\n }\n]"\\u00e4"'
+
+
+def test_long_conversations_take_time_in_proportion():
+    talk = [{"role": ("user", "assistant")[n % 2], "content": f"text {n}"} for n in range(6000)]
+    assert targets(LLAMA, talk, ends=["<|eot|>"]).count("«") == 3000
+
+
 def test_calls_of_tools_and_parts_reach_the_template():
     call = {"function": {"name": "add", "arguments": {"a": 2, "b": "ä"}}}
     talk = [TALK[3], {"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": "4"}]
@@ -140,7 +190,10 @@ def test_calls_of_tools_and_parts_reach_the_template():
     assert targets(TOOLS, talk, ends=[";"], variables={"tools": [{"name": "add"}]}) == expected
     parts = "{% for m in messages %}<{{ m.role }}>{% for p in m.content %}{{ p.text }}{% endfor %};{% endfor %}"
     talk = [{"role": r, "content": [{"type": "text", "text": t} for t in (" a", "b ")]} for r in ("user", "assistant")]
-    assert targets(parts, talk, ends=[";"]) == "<user> ab ;<assistant> «ab ;»"
+    assert targets(parts, talk, ends=[";"]) == "<user> ab ;«<assistant> ab ;»"
+    one = [{"role": "user", "content": [{"type": "text", "text": "a"}]}, {"role": "assistant", "content": ["b"]}]
+    text = parts.replace("{{ p.text }}", "{{ p.text if p.text is defined else p }}")
+    assert targets(text, one, ends=[";"]) == "<user>a;«<assistant>b;»"
 
 
 @pytest.mark.parametrize(
@@ -158,6 +211,7 @@ def test_calls_of_tools_and_parts_reach_the_template():
             "{% for m in messages %}{{ m.content }}{{ '.' if loop.last else ',' }}{% endfor %}",
             "no token that ends a turn follows the content of message 2",
         ),
+        ("{% for m in messages %}{{ m.content }}{{ m.name and '' }};{% endfor %}", "does not render name, although"),
         (
             "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %},{% endfor %}",
             "marks 4 generated parts, but there are 2 answers",
@@ -166,6 +220,7 @@ def test_calls_of_tools_and_parts_reach_the_template():
 )
 def test_targets_that_cannot_be_exact_are_refused(template, words):
     talk = [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(("Hi", "a", "b", "c"))]
+    talk[0] |= {"name": "Ada"} if "m.name" in template else {}
     with pytest.raises(RenderError, match=words):
         targets(template, talk)
     with pytest.raises(RenderError, match="characters for private use from U\\+F0000 on"):
@@ -277,7 +332,7 @@ def test_a_template_that_always_exhausts_its_process_is_given_up(monkeypatch):
 # -- trained, asked and exported in one markup
 
 
-def llama_folder(folder: Path) -> Path:
+def llama_folder(folder: Path, *, rstrip: bool = False) -> Path:
     """A tokenizer with special tokens for `LLAMA`, and the files beside it that say how turns end."""
     tokenizers = pytest.importorskip("tokenizers")
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
@@ -288,6 +343,8 @@ def llama_folder(folder: Path) -> Path:
         special_tokens=["<|endoftext|>", "<s>", "<|h|>", "<|/h|>", "<|eot|>"],
     )  # fmt: skip
     tokenizer.train_from_iterator([message["content"] for message in TALK], trainer)
+    if rstrip:
+        tokenizer.add_special_tokens([tokenizers.AddedToken("<|eot|>", special=True, rstrip=True)])
     folder.mkdir()
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {"bos_token": "<s>", "eos_token": "<|eot|>", "chat_template": LLAMA}

@@ -223,4 +223,4 @@ def test_prepare_names_the_template_and_shows_the_targets(tmp_path, capsys):
     assert (
         f"chat   1 conversation in the chat template of {tmp_path / 'tokenizer'}; last answers are targets" in printed
     )
-    assert "   reads │ <user>Hi<assistant>\n  learns │ Hello<|endoftext|>\n" in printed
+    assert "   reads │ <user>Hi\n  learns │ <assistant>Hello<|endoftext|>\n" in printed, "it has no generation prompt"

@@ -397,7 +397,7 @@ def test_further_sets_are_evaluated_beside_what_is_held_out(tiny, prepared, tmp_
 def sampled(tiny, devices, *overrides):
     """What was sampled after steps 2 and 4, and the run's directory."""
     samples = "telemetry.samples=[ab, '', {prompt: a, expect: not this}]"
-    asked = [samples, "telemetry.sample_tokens=7", "train.steps=4", "train.eval_every=2"]
+    asked = [samples, "telemetry.sample_tokens=9", "train.steps=4", "train.eval_every=2"]
     config = tiny(*asked, "optimizer.warmup_steps=1", *overrides)
     assert train(config, devices=jax.devices()[:devices]) == 0
     told = events(config.run.dir, "samples")

@@ -149,7 +149,9 @@ def first_document(folder: Path) -> list[Span]:
     tokens."""
     data = open_prepared(folder)
     stream = data.stream("train")
-    stop = min([*stream.document_starts[1:2].tolist(), stream.tokens, _SHOWN_TOKENS])
+    shard = data.manifest["splits"]["train"]["shards"][0]["name"]
+    starts = np.load(folder / "train" / f"documents-{shard}.npy", mmap_mode="r")
+    stop = min([*starts[1:2].tolist(), stream.tokens, _SHOWN_TOKENS])
     tokens = _read(stream, 0, stop)
     weights = np.ones(stop, np.float32)
     if stream.has_learn_mask:

@@ -65,7 +65,12 @@ class TrainingData:
         check_shares(self.names, phases(config.data))
         for name, count in self._rows.items():
             if not count:
-                part = sources.parts[name]
+                part, reader = sources.parts[name], self.readers[name]
+                if config.data.long_documents == "skip" and isinstance(reader, Packed) and reader.long_documents:
+                    raise ConfigError(
+                        f"data.long_documents: all {reader.long_documents} documents of {part.path} are longer than a "
+                        f"row of {config.data.sequence_length} tokens; raise data.sequence_length, or set it to cut"
+                    )
                 raise ConfigError(
                     f"data.sequence_length: {config.data.sequence_length} is more than the {part.tokens('train')} "
                     f"tokens of {part.path}; lower it or prepare more text"

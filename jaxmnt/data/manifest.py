@@ -37,6 +37,8 @@ _UNKNOWN_BY_SPLIT: dict[str, None] = dict.fromkeys(SPLITS)
 _MAX_COUNT = 2**62
 _DIGEST = re.compile(r"[0-9a-f]{64}", re.ASCII)
 _SHARD = re.compile(r"[0-9]{5,12}-[0-9]{2,12}", re.ASCII)
+CHATML = "chatml"
+"""Name of the chat template that `prepare --chat` uses if the tokenizer came with none."""
 BYTES = "bytes"
 """Name of the `Bytes` tokenizer, which needs no file."""
 NAMELESS = "none"
@@ -73,7 +75,11 @@ def content_digest(manifest: dict[str, Any]) -> str:
     The digest is computed as in version 2, so that data prepared again from the same input has the digest that earlier
     runs stored.
     """
-    content = {name: value for name, value in manifest.items() if name not in ("seal", *_DERIVED_FIELDS)}
+    content = {name: value for name, value in manifest.items() if name not in ("seal", "chat", *_DERIVED_FIELDS)}
+    content["files"] = {name: digest for name, digest in manifest["files"].items() if name != CHAT_TEMPLATE_FILE}
+    if "chat" in manifest and manifest["chat"]["source"] != CHATML:
+        # The place of the template does not count, and earlier versions did not record ChatML.
+        content["chat"] = [manifest["files"][CHAT_TEMPLATE_FILE], manifest["chat"]["special_tokens"]]
     return json_digest(content | {"version": UNSEALED})
 
 

@@ -223,9 +223,12 @@ class PreparedData:
             return None
         path = self.path / CHAT_TEMPLATE_FILE
         try:
-            template = read(path).decode()
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"data.path: {path} cannot be read ({error}); {HOW_TO_REPAIR}") from error
+            content = read(path)
+        except OSError as error:
+            raise ConfigError(f"data.path: {path} cannot be read ({error.strerror}); {HOW_TO_REPAIR}") from error
+        if hashlib.sha256(content).hexdigest() != self.manifest["files"][CHAT_TEMPLATE_FILE]:
+            raise ConfigError(f"data.path: {path} has changed since the data was prepared; {HOW_TO_REPAIR}")
+        template = content.decode()
         return ChatFormat.from_json(self.manifest["chat"], template)
 
     @property

@@ -53,8 +53,8 @@ def encode_pieces(tokenizer: Tokenizer, texts: Sequence[Sequence[Piece]]) -> lis
             if len(group) == 1:
                 separate_pieces[form].append((number, group[0]))
                 continue
-            [joined] = tokenizer.encode_joined([[pieces[index].text for index in group]], form)
-            for index, ids in zip(group, joined.pieces, strict=True):
+            ids_of_group = tokenizer.encode_joined([pieces[index].text for index in group], form)
+            for index, ids in zip(group, ids_of_group, strict=True):
                 encoded[number][index] = ids
     for form, indices in separate_pieces.items():
         ids_of_texts = tokenizer.encode_batch([texts[number][index].text for number, index in indices], form)

@@ -51,13 +51,21 @@ class Form(NamedTuple):
 WHOLE_DOCUMENT = Form()
 
 
-class JoinedTokens(NamedTuple):
-    """The tokens of a text that was encoded at once, although it has several pieces."""
+class TargetText(NamedTuple):
+    """A text in pieces, some of which are targets."""
 
-    pieces: list[np.ndarray]
-    """The token ids of each piece."""
+    pieces: list[str]
+    is_target: list[bool]
+
+
+class TargetTokens(NamedTuple):
+    """The tokens of a text, some of which are targets."""
+
+    ids: np.ndarray
+    is_target: np.ndarray
+    """bool, for each token."""
     crossing: int
-    """Number of tokens that cross a boundary between pieces."""
+    """Number of tokens that cross the boundary between a target and other text."""
 
 
 class Bytes:
@@ -75,8 +83,16 @@ class Bytes:
     def encode_batch(self, texts: Sequence[str], form: Form = WHOLE_DOCUMENT) -> list[np.ndarray]:
         return [np.frombuffer(text.encode("utf-8", errors="replace"), np.uint8) for text in texts]
 
-    def encode_joined(self, texts: Sequence[Sequence[str]], form: Form = WHOLE_DOCUMENT) -> list[JoinedTokens]:
-        return [JoinedTokens(self.encode_batch(pieces), 0) for pieces in texts]
+    def encode_joined(self, texts: Sequence[str], form: Form = WHOLE_DOCUMENT) -> list[np.ndarray]:
+        return self.encode_batch(texts, form)
+
+    def encode_with_targets(self, texts: Sequence[TargetText]) -> list[TargetTokens]:
+        results = []
+        for text in texts:
+            pieces = self.encode_batch(text.pieces)
+            masks = [np.full(len(ids), target) for ids, target in zip(pieces, text.is_target, strict=True)]
+            results.append(TargetTokens(np.concatenate(pieces), np.concatenate(masks), 0))
+        return results
 
     def can_cut(self, before: str, after: str) -> bool:
         return True
@@ -172,14 +188,28 @@ class HuggingFace:
             return self._encode(texts, form)
         return [np.concatenate(list(self._encode_long(text, form))) for text in texts]
 
-    def encode_joined(self, texts: Sequence[Sequence[str]], form: Form = WHOLE_DOCUMENT) -> list[JoinedTokens]:
-        """Joins the pieces of each text, encodes the result, and returns the token ids of each piece.
+    def encode_joined(self, texts: Sequence[str], form: Form = WHOLE_DOCUMENT) -> list[np.ndarray]:
+        """Joins texts, encodes the result, and returns the token ids of each text.
 
-        A token that crosses the boundary between pieces belongs to the piece that contains its last character.
+        A token that crosses the boundary between texts belongs to the text that contains its last character.
         """
-        joined = ["".join(pieces) for pieces in texts]
-        encodings = self._tokenizer_for(form).encode_batch(joined, add_special_tokens=False)
-        return [_divide_tokens(encoding, pieces) for encoding, pieces in zip(encodings, texts, strict=True)]
+        encoding = self._tokenizer_for(form).encode("".join(texts), add_special_tokens=False)
+        ids = np.array(encoding.ids, np.uint32)
+        stops = np.cumsum([len(text) for text in texts])
+        last_characters = np.array([max(0, stop - 1) for _, stop in encoding.offsets], np.int64)
+        text_of_token = np.searchsorted(stops, last_characters, side="right")
+        # A token without characters belongs to the text of the token before it.
+        text_of_token = np.maximum.accumulate(text_of_token)
+        return [ids[text_of_token == number] for number in range(len(texts))]
+
+    def encode_with_targets(self, texts: Sequence[TargetText]) -> list[TargetTokens]:
+        """Joins the pieces of each text, and encodes the result, with names of special tokens as those tokens.
+
+        A token is a target if any of its characters is in a piece that is a target.
+        """
+        joined = ["".join(text.pieces) for text in texts]
+        encodings = self._markup.encode_batch(joined, add_special_tokens=False)
+        return [_mark_targets(encoding, text) for encoding, text in zip(encodings, texts, strict=True)]
 
     def can_cut(self, before: str, after: str) -> bool:
         """Returns True if the two texts, encoded separately, decode to the same text as their concatenation."""
@@ -301,17 +331,22 @@ class HuggingFace:
         return end_token
 
 
-def _divide_tokens(encoding: Any, pieces: Sequence[str]) -> JoinedTokens:
-    """Divides the tokens of a text among its pieces."""
+def _mark_targets(encoding: Any, text: TargetText) -> TargetTokens:
+    """Finds the tokens that have characters of a target."""
     ids = np.array(encoding.ids, np.uint32)
     starts, stops = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
-    piece_stops = np.cumsum([len(piece) for piece in pieces])
-    piece_of_first = np.searchsorted(piece_stops, starts, side="right")
-    piece_of_last = np.searchsorted(piece_stops, np.maximum(stops - 1, 0), side="right")
-    # A token without characters belongs to the piece of the token before it.
-    piece_of_token = np.maximum.accumulate(piece_of_last)
-    crossing = int(np.count_nonzero((piece_of_first < piece_of_last) & (stops > starts)))
-    return JoinedTokens([ids[piece_of_token == number] for number in range(len(pieces))], crossing)
+    lengths = [len(piece) for piece in text.pieces]
+    # Characters of targets before each offset.
+    before = np.concatenate([[0], np.cumsum(np.repeat(np.array(text.is_target, np.int64), lengths))])
+    # Some tokenizers leave the space before a word out of the offsets of its token.
+    begins = np.minimum(np.concatenate([[0], stops[:-1]]), starts)
+    target_characters = before[stops] - before[starts]
+    crosses = (target_characters > 0) & (before[stops] - before[begins] < stops - begins)
+    is_target = target_characters > 0
+    # A token without characters, such as a part of one, is like the token before it.
+    for index in np.flatnonzero(stops == starts).tolist():
+        is_target[index] = is_target[index - 1] if index else False
+    return TargetTokens(ids, is_target, int(np.count_nonzero(crosses)))
 
 
 Tokenizer = Bytes | HuggingFace

@@ -23,6 +23,7 @@ from jaxmnt.storage import StoragePath, publish_bytes, read
 SUBFOLDER = "huggingface"
 GENERATION_CONFIG = "generation_config.json"
 _TOKENIZER_CONFIG = "tokenizer_config.json"
+_SPECIAL_TOKENS_MAP = "special_tokens_map.json"
 
 _BYTE_TOKENIZER = RunTokenizer(Bytes().description, Bytes.vocab_size, None)
 
@@ -114,13 +115,20 @@ def with_end_token(files: Files, tokenizer: RunTokenizer) -> Files:
 def with_chat(files: Files, tokenizer: RunTokenizer) -> Files:
     """Returns the files, changed so that they have the chat template, the special tokens and the end tokens of the
     conversations on which the run was trained. Without conversations, returns the files as they are."""
-    if tokenizer.chat is None or tokenizer.text is None:
+    if tokenizer.chat is None:
         return files
     updated = {name: content for name, content in files.items() if name != "chat_template.json"}
     updated[TEMPLATE_FILE] = tokenizer.chat.template.encode()
     settings = object_in(files, _TOKENIZER_CONFIG)
     settings.pop("chat_template", None)
-    updated[_TOKENIZER_CONFIG] = json_bytes(settings | dict(tokenizer.chat.special_tokens), ensure_ascii=False)
+    if tokenizer.text is None:  # bytes have no tokenizer for which to configure special tokens
+        return updated
+    special_tokens = dict(tokenizer.chat.special_tokens)
+    updated[_TOKENIZER_CONFIG] = json_bytes(settings | special_tokens, ensure_ascii=False)
+    if _SPECIAL_TOKENS_MAP in files:
+        updated[_SPECIAL_TOKENS_MAP] = json_bytes(
+            object_in(files, _SPECIAL_TOKENS_MAP) | special_tokens, ensure_ascii=False
+        )
     opened = tokenizer.open()
     ids = opened.ids if isinstance(opened, HuggingFace) else {}
     for token in tokenizer.chat.end_tokens:

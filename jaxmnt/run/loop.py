@@ -194,7 +194,7 @@ def _evaluate(run: Running) -> float | None:
             if run.writes:
                 run.events.write("samples", step=progress.step, samples=samples)
             for sample in samples:
-                separator = " → " if "expect" in sample else ""
+                separator = " → " if "expect" in sample or sample.get("chat") else ""
                 run.status.line(f"sample  {shortened(sample['prompt'] + separator + sample['text'])}")
             matches = exact_match(samples)
     seconds = time.perf_counter() - started

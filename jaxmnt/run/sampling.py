@@ -122,8 +122,9 @@ class Sampler:
     @property
     def _stop_texts(self) -> tuple[str, ...]:
         """Texts that end an answer, because the tokenizer has no tokens for them."""
-        is_bytes = isinstance(self._tokenizer, Bytes)
-        return self._data.chat.end_tokens if is_bytes and self._data.chat is not None else ()
+        names = () if self._data.chat is None else self._data.chat.end_tokens
+        ids = self._tokenizer.ids if isinstance(self._tokenizer, HuggingFace) else {}
+        return tuple(name for name in names if name not in ids)
 
     def _length_before_stop(self, row: np.ndarray) -> int:
         """Returns the number of tokens before the first that ends a text."""
@@ -151,7 +152,21 @@ class Sampler:
                 f"({self._config.telemetry.sample_tokens}) it must fit data.sequence_length ({max_length}); shorten "
                 "the prompt or the sample"
             )
+        self._check_expected(sample)
         return np.array(ids, np.int32)
+
+    def _check_expected(self, sample: Sample) -> None:
+        """Raises `ConfigError` if `telemetry.sample_tokens` is too small for the expected text and its end."""
+        if sample.expect is None:
+            return
+        ends = self._stop_texts if sample.chat else ()
+        text = sample.expect + max(ends, key=len, default="")
+        required = len(self._tokenizer.encode_batch([text])[0]) + 1
+        if required > self._config.telemetry.sample_tokens:
+            raise ConfigError(
+                f"telemetry.sample_tokens: {self._config.telemetry.sample_tokens} are too few for the expected text "
+                f"{shortened(repr(sample.expect))}, which has {required} tokens with its end; set at least {required}"
+            )
 
     def _render(self, sample: Sample) -> str:
         """Returns a user's turn, and the beginning of the answer, in the chat template of the data."""
@@ -179,7 +194,7 @@ def exact_match(samples: Iterable[dict[str, Any]]) -> float | None:
 
 def _result(sample: Sample, text: str) -> dict[str, Any]:
     """Returns the entry of a sample for the event."""
-    result: dict[str, Any] = {"prompt": sample.prompt, "text": text}
+    result: dict[str, Any] = {"prompt": sample.prompt, "text": text} | ({"chat": True} if sample.chat else {})
     if sample.expect is None:
         return result
     return result | {"expect": sample.expect, "exact": text.strip() == sample.expect.strip()}

@@ -24,6 +24,7 @@ from jaxmnt.run.resume import ResumePoint, fall_back
 from jaxmnt.run.rundir import run_directories, write_config
 from jaxmnt.run.saves import CheckpointManager
 from jaxmnt.run.values import CompiledRun
+from jaxmnt.storage import StoragePath
 from jaxmnt.training.compile import Program
 from jaxmnt.training.state import model_state
 
@@ -164,14 +165,23 @@ def _tokenizer_of(run: CompiledRun) -> RunTokenizer:
     tokenizer = tokenizer_of_data(data.tokenizer, data.vocab_size, data.folder, data.chat)
     if tokenizer.chat is not None:
         return tokenizer
-    roots = run_directories(run.config)
     source = run.config.run.init_from or run.config.run.fork_from
     if start.kind != "own" and source is not None and start.checkpoint is not None:
-        roots = roots_of(source, start.checkpoint)
-    stored = next(filter(None, map(read_tokenizer, roots)), None)
+        stored = next(filter(None, map(read_tokenizer, roots_of(source, start.checkpoint))), None)
+    else:
+        stored = next(filter(None, map(_readable_tokenizer, run_directories(run.config))), None)
     if stored is None or stored.chat is None or not same_vocabulary(stored, tokenizer):
         return tokenizer
     return replace(tokenizer, chat=stored.chat)
+
+
+def _readable_tokenizer(root: StoragePath) -> RunTokenizer | None:
+    """Returns the tokenizer that a run's directory contains; None if there is none, or if it is damaged, because the
+    start then writes it again."""
+    try:
+        return read_tokenizer(root)
+    except ConfigError:
+        return None
 
 
 def _write_description(run: CompiledRun) -> None:

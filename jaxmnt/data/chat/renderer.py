@@ -5,17 +5,31 @@ import os
 import select
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from jaxmnt.data.chat.sandbox import TIMEOUT_SECONDS
 from jaxmnt.data.chat.targets import Targets
 from jaxmnt.data.chat.template import ChatFormat
 from jaxmnt.errors import ConfigError, printable
 
 Message = Mapping[str, Any]
+
+CHECKED_VARIABLES = ("tools", "documents")
+"""Variables that the text of a conversation must depend on."""
+
+TIMEOUT_SECONDS = 60
+"""Time after which a child is killed. The limit on its processor time (`sandbox.CPU_SECONDS`) comes first, unless the
+machine is overloaded."""
+
+_START_TIMEOUT_SECONDS = 120
+
+_ENVIRONMENT = (
+    "PATH", "PYTHONPATH", "PYTHONHOME", "PYTHONUSERBASE", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TMPDIR",
+)  # fmt: skip
+"""Variables that the child gets. Others may hold secrets."""
 
 _MAX_EXHAUSTED = 3
 """Number of conversations in a row after which a template that exhausts its process is given up."""
@@ -44,6 +58,8 @@ class Renderer:
         self._exhausted = 0
         """Number of conversations in a row that took too much memory or time."""
         self._unread = b""
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115
+        """Standard error of the child."""
         self.words = frozenset(self._start())
         """Names and strings in the code of the template. A field whose name is not among them cannot be rendered."""
 
@@ -64,13 +80,23 @@ class Renderer:
         return str(answer["text"])
 
     def find_targets(
-        self, messages: Sequence[Message], variables: Mapping[str, Any], is_target: Sequence[bool], everything: bool
+        self,
+        messages: Sequence[Message],
+        variables: Mapping[str, Any],
+        is_target: Sequence[bool],
+        everything: bool,
+        special_tokens: Sequence[str] = (),
     ) -> Targets:
-        """Returns the segments of a conversation, of which some are targets (`targets.find_targets`).
+        """Returns the segments of a conversation, of which some are targets (`targets.find_targets`). The template must
+        render `CHECKED_VARIABLES` if they are given.
 
         Raises `RenderError` if the template cannot render the conversation, or if the targets cannot be found exactly.
         """
-        details = {"is_target": list(is_target), "everything": everything, "end_tokens": self.chat.end_tokens}
+        details = {
+            "is_target": list(is_target), "everything": everything, "end_tokens": self.chat.end_tokens,
+            "special_tokens": list(special_tokens),
+            "checked_variables": [name for name in CHECKED_VARIABLES if name in variables],
+        }  # fmt: skip
         return Targets(**self._request(messages, variables, details))
 
     def _request(
@@ -82,7 +108,7 @@ class Renderer:
             "messages": list(messages), "variables": {**self.chat.special_tokens, **variables}, "date": self._date,
             **details,
         }  # fmt: skip
-        answer = self._exchange(request)
+        answer = self._exchange(request, TIMEOUT_SECONDS)
         self._exhausted = self._exhausted + 1 if answer is None else 0
         if self._exhausted == _MAX_EXHAUSTED:
             raise ConfigError(
@@ -100,28 +126,31 @@ class Renderer:
 
     def _start(self) -> list[str]:
         """Starts the child, and returns the words of the template."""
-        environment = {name: os.environ[name] for name in ("PATH", "PYTHONPATH", "LANG") if name in os.environ}
+        environment = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
         self._child = subprocess.Popen(
             [sys.executable, "-m", "jaxmnt.data.chat.sandbox"],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors,
             env=environment | {"PYTHONIOENCODING": "utf-8"},
         )  # fmt: skip
         self._unread = b""
-        answer = self._exchange({"template": self.chat.template})
+        answer = self._exchange({"template": self.chat.template}, _START_TIMEOUT_SECONDS)
         if answer is None:
-            raise ConfigError(f"--chat-template: {self.chat.source} takes too much memory or time to compile")
+            self._errors.seek(0)
+            lines = self._errors.read().decode(errors="replace").strip().splitlines()
+            reason = printable(lines[-1][:_MAX_ERROR]) if lines else "it took too much memory or time"
+            raise ConfigError(f"--chat-template: {self.chat.source} cannot be compiled: {reason}")
         if "error" in answer:
             self._stop()
             reason = printable(str(answer["error"])[:_MAX_ERROR])
             raise ConfigError(f"--chat-template: {self.chat.source} cannot be used: {reason}")
         return list(answer["words"])
 
-    def _exchange(self, request: Mapping[str, Any]) -> dict[str, Any] | None:
+    def _exchange(self, request: Mapping[str, Any], timeout: float) -> dict[str, Any] | None:
         """Returns the child's answer to a request. Returns None, and kills the child, if there is none in time."""
         child = self._child
         assert child is not None and child.stdin is not None and child.stdout is not None
         line = json.dumps(request, ensure_ascii=False).encode() + b"\n"
-        deadline = time.monotonic() + TIMEOUT_SECONDS
+        deadline = time.monotonic() + timeout
         try:
             child.stdin.write(line)
             child.stdin.flush()

@@ -15,8 +15,8 @@ from typing import Any, NoReturn
 from jaxmnt.data.chat.targets import GENERATION_BEGIN, GENERATION_END, MARK, TargetsError, find_targets
 from jaxmnt.errors import how_to_install
 
-TIMEOUT_SECONDS = 10
-"""Time after which the process is killed if a conversation is not rendered."""
+CPU_SECONDS = 10
+"""Processor time after which the process is killed if a conversation is not rendered."""
 
 _MAX_MEMORY_BYTES = 1 << 30
 _MAX_TEXT_BYTES = 16 << 20
@@ -36,6 +36,8 @@ class _Template:
             from jinja2.sandbox import ImmutableSandboxedEnvironment
         except ImportError as error:
             raise _RefusedError(f"this needs the jinja2 library; {how_to_install('data')}") from error
+        if MARK.search(template):
+            raise _RefusedError("it contains characters for private use from U+F0000 on; remove them")
         template_self = self
 
         class Generation(Extension):
@@ -59,7 +61,9 @@ class _Template:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation]
         )
-        environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
+        environment.filters["tojson"] = _to_json
+        # A template with these would not always make the same text of a conversation.
+        del environment.filters["random"], environment.globals["lipsum"]
         environment.globals["raise_exception"] = raise_exception
         environment.globals["strftime_now"] = self._format_date
         self._date: str | None = None
@@ -97,6 +101,13 @@ class _Template:
         return now.strftime(form)
 
 
+def _to_json(
+    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    """Writes JSON as transformers does for templates."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
 def _describe(error: Exception) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())
 
@@ -112,9 +123,14 @@ def _answer(template: _Template, line: str) -> dict[str, Any]:
     if MARK.search(line):
         raise _RefusedError("it contains characters for private use from U+F0000 on; remove them")
     template.mark_generated = True
+    render = lambda shown, begins_turn: template.render(shown, variables, begins_turn)
+    for name in request["checked_variables"]:
+        without = {key: entry for key, entry in variables.items() if key != name}
+        if template.render(messages, without, begins_turn=False) == render(messages, False):
+            raise TargetsError(f"the chat template does not render {name}")
     targets = find_targets(
-        lambda shown, begins_turn: template.render(shown, variables, begins_turn),
-        messages, request["is_target"], request["end_tokens"], everything=request["everything"],
+        render, messages, request["is_target"], request["end_tokens"], request["special_tokens"],
+        everything=request["everything"],
     )  # fmt: skip
     return targets._asdict()
 
@@ -122,7 +138,7 @@ def _answer(template: _Template, line: str) -> dict[str, Any]:
 def _limit_time() -> None:
     """Limits the processor time up to the next request, also in case the parent has died."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
-    seconds = int(usage.ru_utime + usage.ru_stime) + TIMEOUT_SECONDS + 1
+    seconds = int(usage.ru_utime + usage.ru_stime) + CPU_SECONDS + 1
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, hard))
 

@@ -15,9 +15,6 @@ TEMPLATE_FILES = (TEMPLATE_FILE, "chat_template.json", "tokenizer_config.json")
 FORMAT_FILES = (*TEMPLATE_FILES, "special_tokens_map.json", "config.json", "generation_config.json")
 """Files of a model from which its `ChatFormat` is made."""
 
-CHATML = "chatml"
-"""Name of the template `CHATML_TEMPLATE`."""
-
 CHATML_TEMPLATE = """\
 {{ bos_token }}{% for message in messages %}<|im_start|>{{ message.role }}
 {{ message.content }}<|im_end|>
@@ -88,7 +85,7 @@ def chat_of_files(files: Mapping[str, bytes]) -> ChatFormat | None:
     if template_and_source is None:
         return None
     template, source = template_and_source
-    return ChatFormat(source, template, special_tokens(files), ())
+    return ChatFormat(source, template, special_tokens(files, template), ())
 
 
 def decoded(template: bytes, name: str) -> str:
@@ -99,15 +96,16 @@ def decoded(template: bytes, name: str) -> str:
         raise ConfigError(f"--chat: {name} is not UTF-8: {error}; copy it again") from error
 
 
-def special_tokens(files: Mapping[str, bytes]) -> dict[str, str]:
-    """Returns the special tokens to which templates refer by a name such as bos_token."""
+def special_tokens(files: Mapping[str, bytes], template: str | None = None) -> dict[str, str]:
+    """Returns the special tokens to which templates refer by a name such as bos_token; with `template`, only those
+    whose names occur in it."""
     config = object_in(files, "special_tokens_map.json") | object_in(files, "tokenizer_config.json")
     tokens = {}
     for name in _SPECIAL_TOKENS:
         token = config.get(name)
         if isinstance(token, dict):
             token = token.get("content")
-        if isinstance(token, str):
+        if isinstance(token, str) and (template is None or name in template):
             tokens[name] = token
     return tokens
 

@@ -30,9 +30,6 @@ _METADATA_FIELDS = re.compile(
 )
 """Names of fields that describe a record or a message, and are not part of its text."""
 
-_TOOL_CALL_ID = "tool_call_id"
-"""Field whose name is like that of metadata, but which some templates render."""
-
 _EMPTY_TEXTS = ("", "[]", "{}", "null")
 """Texts that stand for an empty value, for example for no tools, in columns that must hold text."""
 
@@ -173,9 +170,14 @@ class ConversationReader:
         self._refuse_other_fields(fields, [shape.role, shape.content, *_TARGET_FIELDS, *others], where)
         content = fields.get(shape.content)
         if content is None and others.get("tool_calls"):
-            content = ""
-        content = self._content(content, f"{where}: {shape.content}")
-        has_text = content not in ("", []) or any(others.get(name) for name in ("tool_calls", *REASONING_FIELDS))
+            assert self._words is not None
+            # A template that tests for none gets it. Others would write the word None.
+            content = None if "none" in self._words else ""
+        else:
+            content = self._content(content, f"{where}: {shape.content}")
+        if "tool_calls" in others:
+            others["tool_calls"] = self._calls(others["tool_calls"])
+        has_text = content not in ("", [], None) or any(others.get(name) for name in ("tool_calls", *REASONING_FIELDS))
         is_target = _is_marked_as_target(fields, where, role) and has_text
         if self._options.learn == "all" and any(fields.get(name) in (0, False) for name in _TARGET_FIELDS):
             raise BadRecordError(f"{where} is marked as no target, which contradicts --learn all")
@@ -203,11 +205,18 @@ class ConversationReader:
         return {
             name: _without_nulls(entry)
             for name, entry in fields.items()
-            if name not in others
-            and name in self._words
-            and (name == _TOOL_CALL_ID or not _METADATA_FIELDS.fullmatch(name.lower()))
-            and not _is_empty(entry)
+            if name not in others and name in self._words and not _is_empty(entry)
         }
+
+    def _calls(self, calls: Any) -> Any:
+        """Returns the calls of tools, with arguments in the form that the template reads.
+
+        OpenAI's format has arguments as text. A template that does not test for text would write them as JSON of JSON.
+        """
+        assert self._words is not None
+        if "string" in self._words or not isinstance(calls, list):
+            return calls
+        return [_with_parsed_arguments(call) for call in calls]
 
     def _content(self, content: Any, where: str) -> Any:
         """Returns the content of a message: its text, or, for a template, the parts as they are."""
@@ -404,6 +413,17 @@ def _without_nulls(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _without_nulls(entry) for name, entry in value.items() if entry is not None}
     return [_without_nulls(entry) for entry in value] if isinstance(value, list) else value
+
+
+def _with_parsed_arguments(call: Any) -> Any:
+    if isinstance(call, dict) and isinstance(call.get("function"), dict):
+        return {**call, "function": _with_parsed_arguments(call["function"])}
+    if not isinstance(call, dict) or not isinstance(call.get("arguments"), str):
+        return call
+    try:
+        return {**call, "arguments": json.loads(call["arguments"])}
+    except (ValueError, RecursionError):
+        return call
 
 
 def _repeats(name: str, value: Any, texts: Collection[str]) -> bool:

@@ -95,6 +95,8 @@ class Counts:
     """The tokens that end the targets of conversations. Those of several parts may repeat."""
     crossing: int = 0
     """Number of tokens that cross the boundary between a target and text that is not a target."""
+    unprompted: int = 0
+    """Number of answers that do not begin where the generation prompt of the template ends."""
     replaced: int = 0
     """Number of documents in which invalid bytes were replaced."""
     long: int = 0

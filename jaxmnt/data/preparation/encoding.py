@@ -1,14 +1,14 @@
 """Encodes documents: short ones together, which is faster, and long ones a segment at a time."""
 
 from collections.abc import Iterable, Iterator
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Any
 
 import numpy as np
 
 from jaxmnt.data.preparation.documents import Document, Report, Segment
 from jaxmnt.data.text_pieces import Piece, encode_pieces, encode_stretches
-from jaxmnt.data.tokenizer import Form, Tokenizer
+from jaxmnt.data.tokenizer import TargetText, Tokenizer
 
 _BATCH_CHARACTERS = 2**19
 """Number of characters to encode at a time, because encoding many short texts one by one is slower."""
@@ -64,17 +64,17 @@ def _encode_joined(
     if not documents:
         return
     assert tokenizer is not None
-    texts, targets = [], []
+    texts = []
     for segments in documents:
         groups = [(learn, list(group)) for learn, group in groupby(segments, lambda segment: segment.learn)]
-        texts.append(["".join(str(segment.content) for segment in group) for _, group in groups])
-        targets.append([learn for learn, _ in groups])
-    for (pieces, crossing), learn in zip(tokenizer.encode_joined(texts, Form(markup=True)), targets, strict=True):
+        pieces = ["".join(str(segment.content) for segment in group) for _, group in groups]
+        texts.append(TargetText(pieces, [learn for learn, _ in groups]))
+    for ids, is_target, crossing in tokenizer.encode_with_targets(texts):
         report.crossing += crossing
         # The end of the document before already precedes the text. A template that begins with it would repeat it.
-        if pieces and len(pieces[0]) and pieces[0][0] == tokenizer.end_of_document:
-            pieces[0] = pieces[0][1:]
-        yield list(zip(pieces, learn, strict=True))
+        begin = int(len(ids) > 0 and ids[0] == tokenizer.end_of_document)
+        edges = [begin, *(np.flatnonzero(np.diff(is_target[begin:])) + begin + 1).tolist(), len(ids)]
+        yield [(ids[start:stop], bool(is_target[start])) for start, stop in pairwise(edges) if stop > start]
 
 
 def _encode_in_stretches(document: Document, tokenizer: Tokenizer | None) -> Iterator[Tokens]:

@@ -11,7 +11,6 @@ from typing import Any
 from jaxmnt import storage
 from jaxmnt.data.chat.renderer import Renderer, RenderError
 from jaxmnt.data.chat.template import (
-    CHATML,
     CHATML_END,
     CHATML_TEMPLATE,
     FORMAT_FILES,
@@ -21,7 +20,7 @@ from jaxmnt.data.chat.template import (
     end_ids,
     special_tokens,
 )
-from jaxmnt.data.manifest import BYTES
+from jaxmnt.data.manifest import BYTES, CHATML
 from jaxmnt.data.preparation.conversations import Conversation, ConversationReader, PlainPair, as_chatml
 from jaxmnt.data.preparation.documents import BadRecordError, RenderedRecord, Report, Segment
 from jaxmnt.data.preparation.inputs import ReadOptions, Settings
@@ -39,7 +38,8 @@ class ConversationMarkup:
     def __init__(self, options: ReadOptions, tokenizer: Tokenizer | None, renderer: Renderer | None):
         self._options, self._renderer = options, renderer
         self._reader = ConversationReader(options, None if renderer is None else renderer.words)
-        names = sorted(tokenizer.special, key=len, reverse=True) if isinstance(tokenizer, HuggingFace) else []
+        self._special = sorted(tokenizer.special) if isinstance(tokenizer, HuggingFace) else []
+        names = sorted(self._special, key=len, reverse=True)
         self._special_name = re.compile("|".join(map(re.escape, names))) if names else None
 
     def render(self, record: Any, report: Report) -> RenderedRecord:
@@ -50,6 +50,10 @@ class ConversationMarkup:
             return RenderedRecord(conversation.segments, bool(conversation.completion), joined=False)
         everything = self._options.learn == "all"
         if self._renderer is None:
+            if CHATML_END not in self._special and any(CHATML_END in m["content"] for m in conversation.messages):
+                raise BadRecordError(
+                    f"contains {CHATML_END}, which ends a turn, because the tokenizer has no such token"
+                )
             segments = as_chatml(conversation, everything=everything)
             if any(segment.learn for segment in segments):
                 report.conversations += 1
@@ -61,7 +65,10 @@ class ConversationMarkup:
         self, renderer: Renderer, conversation: Conversation, report: Report, everything: bool
     ) -> RenderedRecord:
         messages, is_target, variables = conversation
-        text = json_text([messages, variables], ensure_ascii=False)
+        try:
+            text = json_text([messages, variables], ensure_ascii=False)
+        except TypeError as error:  # Parquet has dates and bytes
+            raise BadRecordError(f"has a value that cannot be rendered: {error}") from error
         try:
             text.encode()
         except UnicodeEncodeError:  # JSON escapes can encode lone surrogates
@@ -70,16 +77,17 @@ class ConversationMarkup:
             messages, variables = json.loads(text)
         if self._special_name is not None and (match := self._special_name.search(text)):
             raise BadRecordError(
-                f"contains {printable(match[0])}, the name of a special token, which would become that token"
+                f"contains {printable(match[0])}, the name of a special token, which would become that token; remove it"
             )
         if not everything and not any(is_target):
             # The text does not matter, because a conversation without targets is left out.
             return RenderedRecord([Segment(text, learn=False)], False, joined=True)
         try:
-            targets = renderer.find_targets(messages, variables, is_target, everything)
+            targets = renderer.find_targets(messages, variables, is_target, everything, self._special)
         except RenderError as error:
             raise BadRecordError(str(error)) from error
         report.conversations += 1
+        report.unprompted += targets.unprompted
         report.note_end_tokens(targets.end_tokens)
         segments = [Segment(text, learn, markup) for text, learn, markup in targets.segments]
         return RenderedRecord(segments, targets.end_is_target, joined=True)
@@ -110,7 +118,7 @@ def with_chat_format(settings: Settings, chat_template_argument: str | None) -> 
     if template_and_source is None:
         return settings
     template, source = template_and_source
-    chat = ChatFormat(source, template, special_tokens(files), _end_tokens(settings, files))
+    chat = ChatFormat(source, template, special_tokens(files, template), _end_tokens(settings, files))
     with Renderer(chat) as renderer:
         if DATE_FUNCTION in renderer.words and options.chat_date is None:
             raise ConfigError(
