@@ -1,5 +1,9 @@
 """Which rows make up a batch, and what they hold: the same for any number of hosts, threads and restarts."""
 
+import gc
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -7,8 +11,11 @@ from hypothesis import strategies as st
 
 from jaxmnt.config.load import parse_config
 from jaxmnt.data.batches import EvaluationData, TrainingData, training_rows
+from jaxmnt.data.open_shards import LazyShards, OpenShards
 from jaxmnt.data.order import BLOCK, BranchPoint, MixturePhase, Order, block_shares, permute
 from jaxmnt.data.packing import plan_rows
+from jaxmnt.data.preparation.inputs import Selection, Settings
+from jaxmnt.data.preparation.run import build
 from jaxmnt.data.rows import Packed, Windows
 from jaxmnt.data.sources import Sources
 from jaxmnt.data.store import StoredTokens
@@ -360,3 +367,53 @@ def test_what_cannot_be_fed_is_refused(data, message):
 
 def test_a_source_that_must_not_repeat_may_last_just_long_enough():
     training(config(on_end="stop", steps=6))
+
+
+# -- more shards than a process may open
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 9), min_size=1, max_size=30),
+    limit=st.integers(1, 4),
+    ranges=st.lists(st.tuples(st.integers(0, 250), st.integers(1, 40)), max_size=20),
+)
+def test_shards_are_opened_when_they_are_read(lengths, limit, ranges):
+    """With few open at a time, rows are those of the whole stream."""
+    stream = np.arange(sum(lengths), dtype=np.uint16)
+    bounds = np.cumsum([0, *lengths])
+    open_shards = OpenShards(limit)
+    opened = []
+
+    def open_shard(number: int) -> np.ndarray:
+        opened.append(number)
+        return stream[bounds[number] : bounds[number + 1]]
+
+    shards = LazyShards(len(lengths), open_shard, open_shards)
+    stored = StoredTokens(shards, lambda: np.zeros(1, np.int64), END, lengths=lengths)
+    assert not opened and stored.tokens == len(stream)
+    for start, length in ranges:
+        if start + length <= len(stream):
+            out = np.empty(length, np.int64)
+            stored.read(start, out)
+            assert (out == stream[start : start + length]).all() and open_shards.count <= limit
+    del stored, shards
+    gc.collect()
+    assert open_shards.count == 0
+
+
+def test_more_shards_than_open_files(tmp_path):
+    """A process that may open 100 files reads 500 shards."""
+    (tmp_path / "in.txt").write_text("ab " * 1400)
+    build(
+        Selection([tmp_path / "in.txt"]), tmp_path / "out", Settings(shard_tokens=8, eval_fraction=0.0), lambda *_: None
+    )
+    code = (
+        "import sys, numpy as np; from jaxmnt.data.store import open_prepared\n"
+        "data = open_prepared(sys.argv[1]); data.check(); stream = data.stream('train')\n"
+        "out = np.empty(stream.tokens, np.int64); stream.read(0, out)\n"
+        "print(len(data.manifest['splits']['train']['shards']), bytes(out[:-1].tolist()).decode() == 'ab ' * 1400)"
+    )
+    command = ["bash", "-c", 'ulimit -n 100; exec "$@"', "-", sys.executable, "-c", code, str(tmp_path / "out")]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.stdout == "526 True\n", result.stderr

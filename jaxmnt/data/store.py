@@ -41,7 +41,8 @@ from jaxmnt.data.manifest import (
     content_digest,
     read_manifest,
 )
-from jaxmnt.errors import ConfigError, printable
+from jaxmnt.data.open_shards import LazyShards
+from jaxmnt.errors import ConfigError, UserError, printable
 from jaxmnt.storage import read
 
 _KINDS = {
@@ -130,20 +131,19 @@ class StoredTokens(TokenStream):
         end_of_document: int | None,
         learn: Sequence[np.ndarray] | None = None,
         *,
+        lengths: Sequence[int] | None = None,
         ids: int | None = None,
         folder: Path = Path(),
         names: Sequence[str] = (),
     ):
-        """`tokens` and `learn` hold the tokens and the target mask of each shard.
+        """`tokens` and `learn` hold the tokens and the target mask of each shard. `lengths` are the numbers of tokens
+        of the shards; None if `tokens` is a list of arrays.
 
         `ids`, the exclusive upper bound of valid tokens, is set if the shards may hold invalid ones. An error then
         names the shard by `folder` and `names`.
         """
-        self._bounds = np.cumsum([0, *map(len, tokens)])
-        # Plain views, because indexing a memmap is slow.
-        self._shards = {"tokens": [np.asarray(array) for array in tokens]}
-        if learn is not None:
-            self._shards["weights"] = [np.asarray(array) for array in learn]
+        self._bounds = np.cumsum([0, *(map(len, tokens) if lengths is None else lengths)])
+        self._shards = {"tokens": tokens} | ({} if learn is None else {"weights": learn})
         super().__init__(document_starts, end_of_document)
         self._ids, self._folder, self._names = ids, folder, names
         self.tokens, self.has_learn_mask = int(self._bounds[-1]), learn is not None
@@ -183,7 +183,7 @@ class StoredTokens(TokenStream):
                 f"data.path: {self._folder} is damaged: a learn mask holds more than 0 and 1; {HOW_TO_REPAIR}"
             )
 
-    def _copy(self, shards: list[np.ndarray], start: int, out: np.ndarray) -> None:
+    def _copy(self, shards: Sequence[np.ndarray], start: int, out: np.ndarray) -> None:
         """Copies a range that crosses the end of one or more shards."""
         shard = bisect_right(self._bounds, start) - 1
         done = 0
@@ -256,14 +256,18 @@ class PreparedData:
         return self.manifest.get("bytes_per_target", {}).get(split)
 
     def stream(self, split: str) -> TokenStream:
-        """Opens a split. Raises `ConfigError` for a shard that is missing or does not match the manifest."""
+        """Opens a split, whose shards are opened when they are first read.
+
+        Reading raises `ConfigError` for a shard that is missing or does not match the manifest.
+        """
         shards = self._shards(split)
-        learn = [self._load(split, "learn", shard) for shard in shards] if self.manifest["learn_mask"] else None
+        lazy = lambda kind: LazyShards(len(shards), lambda number: self._load(split, kind, shards[number]))
         return StoredTokens(
-            [self._load(split, "tokens", shard) for shard in shards],
+            lazy("tokens"),
             lambda: self._document_starts(split),
             self.manifest["tokenizer"]["end_of_document"],
-            learn,
+            lazy("learn") if self.manifest["learn_mask"] else None,
+            lengths=[shard["tokens"] for shard in shards],
             ids=self.ids,
             folder=self.path / split,
             names=[f"tokens-{shard['name']}.npy" for shard in shards],
@@ -279,10 +283,10 @@ class PreparedData:
                 raise ConfigError(
                     f"data.path: {self.path / name} cannot be read (No such file or directory); {HOW_TO_REPAIR}"
                 )
+        kinds = ("tokens", "documents", "origins", *(("learn",) if self.manifest["learn_mask"] else ()))
         for split in SPLITS:
-            self.stream(split)
             for shard in self._shards(split):
-                for kind in ("documents", "origins"):
+                for kind in kinds:
                     self._load(split, kind, shard)
 
     def origin(self, split: str, document: int) -> Origin:
@@ -363,6 +367,8 @@ class PreparedData:
             array = np.lib.format.open_memmap(path, mode="r")
             size = path.stat().st_size
         except Exception as error:  # NumPy may raise any exception for a damaged header
+            if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+                raise UserError(f"{path} cannot be opened: {error.strerror}; raise the limit with ulimit -n") from error
             reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
             raise ConfigError(
                 f"data.path: {path} cannot be read ({printable(reason[:200])}); {HOW_TO_REPAIR}"
