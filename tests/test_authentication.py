@@ -1,6 +1,7 @@
 """Strangers at process 0's port, and in its place: they are named, cost little, and end nothing."""
 
 import contextlib
+import itertools
 import json
 import os
 import resource
@@ -12,12 +13,14 @@ import time
 
 import pytest
 from conftest import until
+from hypothesis import given
+from hypothesis import strategies as st
 
 from jaxmnt.distributed import addresses, authentication, listener, rendezvous
 from jaxmnt.distributed.authentication import prove, run_key
 from jaxmnt.distributed.identity import Identity
 from jaxmnt.distributed.json_socket import parse
-from jaxmnt.distributed.rendezvous import join
+from jaxmnt.distributed.rendezvous import join, retry_pauses
 from jaxmnt.errors import ConfigError, PeerError, PreflightError
 
 KEY, ANOTHER = bytes(range(32)), bytes(range(1, 33))
@@ -380,3 +383,13 @@ def test_what_connects_and_never_greets_is_no_process_0():
         pytest.raises(authentication.StrangerError, match="sends no greeting"),
     ):
         prove(connection, KEY, 0.1)
+
+
+@given(process=st.integers(0, 10_000), processes=st.integers(2, 20_000))
+def test_attempts_to_connect_grow_apart(process, processes):
+    """Small runs keep trying ten times a second; all processes of a large one together stay below a rate."""
+    pauses = list(itertools.islice(retry_pauses(process, processes), 40))
+    assert 0.05 <= pauses[0] <= 0.1 and max(pauses) <= 2.0
+    longest = max(0.1, min(2.0, processes / 2000))
+    assert all(longest / 2 <= pause <= longest for pause in pauses[20:])
+    assert pauses != list(itertools.islice(retry_pauses(process + 1, processes), 40))

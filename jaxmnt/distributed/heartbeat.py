@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 from jaxmnt.distributed.failure_detector import BEAT_SECONDS, Action, ConnectionLost, FailureDetector
 from jaxmnt.distributed.identity import Identity
-from jaxmnt.distributed.json_socket import MAX_LINE_BYTES, JsonSocket
+from jaxmnt.distributed.json_socket import MAX_LINE_BYTES, JsonSocket, encode_line
 from jaxmnt.distributed.messages import STARTING, Beat, Bye, Here, Inquiry, Message, Position, Verdict, parse_message
 from jaxmnt.distributed.rendezvous_server import Peer
 from jaxmnt.distributed.termination import ExitHandler, ExitReason, may_mean_a_lost_peer
@@ -232,10 +232,10 @@ class Link:
 
     def send(self, message: Message) -> None:
         """Sends a message to all peers."""
-        record = asdict(message)
+        line = encode_line(asdict(message))
         for connection in self.connections.values():
             with contextlib.suppress(OSError):  # a peer that cannot receive is detected by its silence
-                connection.send(record)
+                connection.send_line(line)
 
     def receive(self, seconds: float) -> Iterator[tuple[int, Message | ConnectionLost]]:
         """Yields each message or loss of a connection, with the number of its process. Waits for at most `seconds`."""

@@ -37,6 +37,11 @@ def _number(text: str) -> float:
     return number
 
 
+def encode_line(message: dict[str, Any]) -> bytes:
+    """Returns a message as a line of JSON."""
+    return json_text(message).encode() + b"\n"
+
+
 class JsonSocket:
     """One end of a connection that carries JSON objects as lines.
 
@@ -58,8 +63,13 @@ class JsonSocket:
 
     def send(self, message: dict[str, Any], seconds: float = _SEND_TIMEOUT_SECONDS) -> None:
         """Sends a message. Raises `OSError` if the peer is gone, or does not accept it within `seconds`."""
+        self.send_line(encode_line(message), seconds)
+
+    def send_line(self, line: bytes, seconds: float = _SEND_TIMEOUT_SECONDS) -> None:
+        """Sends a message that `encode_line` encoded, for example one that is sent to many peers. Raises the errors of
+        `send`."""
         self.connection.settimeout(seconds)
-        self.connection.sendall(json_text(message).encode() + b"\n")
+        self.connection.sendall(line)
 
     def receive(self, seconds: float = 0.0) -> list[dict[str, Any]]:
         """Returns the messages that have already arrived, or else those that arrive within `seconds`, if any.

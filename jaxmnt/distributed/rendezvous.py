@@ -7,9 +7,11 @@ the port. The connections stay open for a `Heartbeat`.
 """
 
 import contextlib
+import random
 import resource
 import socket
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from jaxmnt.distributed import addresses, authentication
@@ -28,6 +30,13 @@ from jaxmnt.distributed.termination import AbsentError, StoppedError, stopped_er
 from jaxmnt.errors import ConfigError, ExitCode, PeerError, PreflightError, UserError, error_of, printable_lines, remark
 
 _RETRY_SECONDS, _RETRY_REFUSED_SECONDS = 0.1, 1.0
+_MAX_RETRY_SECONDS = 2.0
+_ATTEMPTS_PER_SECOND = 2000
+"""Rate of connection attempts that all processes of a run together approach, while process 0 does not listen yet. Small
+runs stay at `_RETRY_SECONDS`."""
+_RETRY_GROWTH = 1.3
+_ADDRESS_SECONDS = 10.0
+"""Time for which a client uses the addresses of a name before it resolves the name again."""
 _MAX_PROOF_SECONDS, _MIN_PROOF_SECONDS = 10.0, 1.0
 """Maximum and minimum time that process 0 has to prove that it has the key. The minimum applies when the time for the
 rendezvous is almost up."""
@@ -146,16 +155,19 @@ class _Client:
         self._was_reached = False
         """True if process 0 has proved once that it has the key."""
         self._refused_since: float | None = None
+        self._resolved: tuple[float, list[Any]] = (-_ADDRESS_SECONDS, [])
+        """Time at which process 0's name was resolved, and its addresses."""
         self.got_error = False
         """True if process 0 has sent an error as the outcome."""
 
     def connect(self, deadline: float, timeout: float) -> Peer:
         """Waits for the outcome, and returns process 0. Raises the errors of `join`."""
         reason, stranger = "no connection was attempted", False
+        pauses = retry_pauses(self._identity.process_id, self._identity.processes)
         while time.monotonic() < deadline:
             if (stop_reason := self._stop_reason()) is not None:
                 raise stopped_error(stop_reason, self._identity)
-            pause, stranger = _RETRY_SECONDS, False
+            pause, stranger = next(pauses), False
             try:
                 # Process 0 may have started later than this process, so its time limit decides.
                 return self._try_once(deadline - time.monotonic(), timeout + 10)
@@ -184,7 +196,7 @@ class _Client:
     def _try_once(self, connect_seconds: float, answer_seconds: float) -> Peer:
         """Makes one attempt to connect. Raises `OSError` if that fails, and `ValueError`, `KeyError` or `TypeError` for
         an invalid answer."""
-        raw = socket.create_connection(self._identity.address, timeout=max(0.1, connect_seconds))
+        raw = self._connect(max(0.1, connect_seconds))
         connection = JsonSocket(raw)
         try:
             authentication.prove(raw, self._key, min(_MAX_PROOF_SECONDS, max(_MIN_PROOF_SECONDS, connect_seconds)))
@@ -206,6 +218,21 @@ class _Client:
             raise received_error.blaming(processes=[] if at_fault is None else [int(at_fault)])
         return peer
 
+    def _connect(self, seconds: float) -> socket.socket:
+        """Connects to the first address of process 0 that accepts. Raises the `OSError` of the last that does not."""
+        resolved, entries = self._resolved
+        if time.monotonic() - resolved >= _ADDRESS_SECONDS:
+            host, port = self._identity.address
+            entries = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            self._resolved = time.monotonic(), entries
+        error = OSError("the name of process 0's host has no address")
+        for *_, address in entries:
+            try:
+                return socket.create_connection(address[:2], timeout=seconds)
+            except OSError as failure:
+                error = failure
+        raise error
+
     def _outcome(self, connection: JsonSocket, deadline: float) -> dict[str, Any]:
         """Returns process 0's outcome. Tells process 0, and raises `StoppedError`, if this process is asked to stop."""
         while time.monotonic() < deadline:
@@ -218,6 +245,20 @@ class _Client:
             if (outcome := connection.receive_one(POLL_SECONDS)) is not None:
                 return outcome
         raise TimeoutError("no outcome in time")
+
+
+def retry_pauses(process: int, processes: int) -> Iterator[float]:
+    """Yields the seconds to wait after each failed attempt of a process to connect to process 0.
+
+    The pauses grow until all processes together make about `_ATTEMPTS_PER_SECOND` attempts, and differ between
+    processes, so that these do not connect at the same time.
+    """
+    longest = min(_MAX_RETRY_SECONDS, max(_RETRY_SECONDS, processes / _ATTEMPTS_PER_SECOND))
+    jitter = random.Random(process)  # noqa: S311
+    pause = _RETRY_SECONDS
+    while True:
+        yield pause * jitter.uniform(0.5, 1.0)
+        pause = min(longest, pause * _RETRY_GROWTH)
 
 
 def _received_error(code: int, text: str, *, absent: bool) -> UserError:

@@ -62,6 +62,8 @@ class RendezvousServer:
         self._identity, self._listener = identity, listener
         self._hellos: dict[int, Hello] = {0: own_hello}
         self._connection_of: dict[int, JsonSocket] = {}
+        self._process_of: dict[JsonSocket, int] = {}
+        """The reverse of `_connection_of`."""
         self._disconnected: set[int] = set()
         """Processes that were present but have disconnected."""
         self._heard_after: dict[JsonSocket, float] = {}
@@ -126,11 +128,11 @@ class RendezvousServer:
 
         Returns the error that ends the rendezvous, or None.
         """
-        process = next((process for process, peer in self._connection_of.items() if peer is connection), None)
+        process = self._process_of.get(connection)
         if message is None:
             if process is not None:
                 self._disconnected.add(process)
-                del self._connection_of[process], self._hellos[process]
+                del self._process_of[connection], self._connection_of[process], self._hellos[process]
             return None
         try:
             if process is None:
@@ -172,6 +174,7 @@ class RendezvousServer:
             )
         self._hellos[process] = hello
         self._connection_of[process] = connection
+        self._process_of[connection] = process
         self._heard_after[connection] = time.time() - hello["time"]
         if error := self._difference_error(hello, [name for name in own_hello["facts"] if name not in DATA_FACTS]):
             return error
