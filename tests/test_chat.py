@@ -396,6 +396,23 @@ def test_what_is_asked_is_what_precedes_the_first_target(markup, tiny, tmp_path)
         assert {*np.atleast_1d(config["eos_token_id"]).tolist()} == model.vocabulary.stop_ids
 
 
+@pytest.mark.parametrize("markup", ["chatml", "llama"])
+def test_the_tokenizer_of_data_or_of_a_run_brings_its_template(markup, tiny, tmp_path, capsys):
+    """Its special tokens and end tokens, too, which no file beside it names."""
+    arguments = ["--tokenizer", str(llama_folder(tmp_path / "tokenizer"))]
+    data = prepared_chat(tmp_path, *arguments, *(["--chat-template", "chatml"] if markup == "chatml" else []))
+    run = trained_on(data, tiny, tmp_path)
+    for number, folder in enumerate((data, Path(run) / "tokenizer")):
+        (tmp_path / str(number)).mkdir()
+        again = prepared_chat(tmp_path / str(number), "--tokenizer", str(folder))
+        first, second = (open_prepared(path).manifest for path in (data, again))
+        assert first["splits"] == second["splits"]
+        assert {**first["chat"], "source": ""} == {**second["chat"], "source": ""}
+    (tmp_path / "third").mkdir()
+    with pytest.raises(ConfigError, match=rf"--tokenizer: {run} is a run; give {run}/tokenizer"):
+        prepared_chat(tmp_path / "third", "--tokenizer", run)
+
+
 def learn_ends(tokens: np.ndarray, learn: np.ndarray) -> list[int]:
     """The last token of each range of targets."""
     return tokens[np.flatnonzero(np.diff(np.append(learn, 0).astype(int)) < 0)].tolist()

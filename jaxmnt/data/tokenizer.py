@@ -455,6 +455,8 @@ def choose_tokenizer(name: str, end_token: str | None = None, *, for_text: bool 
                 f"--tokenizer: {path.parent} holds a tokenizer.model, which is not supported; convert it to a "
                 f"{TOKENIZER_FILE} first, with save_pretrained of transformers' AutoTokenizer"
             )
+        if path.parent.joinpath("tokenizer", TOKENIZER_FILE).exists():
+            raise ConfigError(f"--tokenizer: {name} is a run; give {path.parent / 'tokenizer'}")
         raise ConfigError(f"--tokenizer: {name} does not exist; give bytes or the path of a tokenizer.json")
     return HuggingFace(path, end_token, for_text=for_text)
 

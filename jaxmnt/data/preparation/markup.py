@@ -18,9 +18,10 @@ from jaxmnt.data.chat.template import (
     chat_template,
     decoded,
     end_ids,
+    object_in,
     special_tokens,
 )
-from jaxmnt.data.manifest import BYTES, CHATML
+from jaxmnt.data.manifest import BYTES, CHATML, MANIFEST
 from jaxmnt.data.preparation.conversations import Conversation, ConversationReader, PlainPair, as_chatml
 from jaxmnt.data.preparation.documents import BadRecordError, RenderedRecord, Report, Segment
 from jaxmnt.data.preparation.inputs import ReadOptions, Settings
@@ -114,11 +115,16 @@ def with_chat_format(settings: Settings, chat_template_argument: str | None) -> 
     if not options.chat or chat_template_argument == CHATML:
         return settings
     files = _files_of_tokenizer(settings.tokenizer)
+    recorded = _recorded_chat(files)
+    if chat_template_argument is None and recorded.get("source") == CHATML:
+        return settings
     template_and_source = _template_of_argument(chat_template_argument) or chat_template(files)
     if template_and_source is None:
         return settings
     template, source = template_and_source
-    chat = ChatFormat(source, template, special_tokens(files, template), _end_tokens(settings, files))
+    tokens = special_tokens(files, template) | recorded.get("special_tokens", {})
+    ends = dict.fromkeys([*_end_tokens(settings, files), *recorded.get("end_tokens", [])])
+    chat = ChatFormat(source, template, tokens, tuple(ends))
     with Renderer(chat) as renderer:
         if DATE_FUNCTION in renderer.words and options.chat_date is None:
             raise ConfigError(
@@ -139,12 +145,20 @@ def chat_format_of(options: ReadOptions, tokenizer: Tokenizer | None, end_tokens
     return ChatFormat(CHATML, CHATML_TEMPLATE, tokens, trained)
 
 
+def _recorded_chat(files: dict[str, bytes]) -> dict[str, Any]:
+    """Returns what the manifest beside a tokenizer says about conversations, if the tokenizer is that of prepared data
+    or of a run; empty if it is not."""
+    manifest = object_in(files, MANIFEST)
+    chat = manifest.get("chat") if str(manifest.get("format")).startswith("jaxmnt-") else None
+    return chat if isinstance(chat, dict) else {}
+
+
 def _files_of_tokenizer(tokenizer: str | None) -> dict[str, bytes]:
     """Returns the files beside a tokenizer.json that say how a model formats conversations."""
     if tokenizer is None or tokenizer == BYTES:
         return {}
     folder = file_of_tokenizer(tokenizer).parent
-    return storage.read_all(folder, [name for name in FORMAT_FILES if (folder / name).is_file()])
+    return storage.read_all(folder, [name for name in (*FORMAT_FILES, MANIFEST) if (folder / name).is_file()])
 
 
 def _template_of_argument(path: str | None) -> tuple[str, str] | None:
