@@ -68,6 +68,7 @@ class Renderer:
 
     def __exit__(self, *_: object) -> None:
         self._stop()
+        self._errors.close()
 
     def render(self, messages: Sequence[Message], variables: Mapping[str, Any], begins_turn: bool = True) -> str:
         """Returns the text of a conversation. With `begins_turn`, the text ends with the beginning of the model's next
