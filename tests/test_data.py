@@ -1,8 +1,10 @@
 """Which rows make up a batch, and what they hold: the same for any number of hosts, threads and restarts."""
 
 import gc
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,7 +20,7 @@ from jaxmnt.data.preparation.inputs import Selection, Settings
 from jaxmnt.data.preparation.run import build
 from jaxmnt.data.rows import Packed, Windows
 from jaxmnt.data.sources import Sources
-from jaxmnt.data.store import StoredTokens
+from jaxmnt.data.store import StoredTokens, open_prepared
 from jaxmnt.errors import ConfigError
 
 END = 0
@@ -417,3 +419,22 @@ def test_more_shards_than_open_files(tmp_path):
     command = ["bash", "-c", 'ulimit -n 100; exec "$@"', "-", sys.executable, "-c", code, str(tmp_path / "out")]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.stdout == "526 True\n", result.stderr
+
+
+def test_a_file_is_looked_up_once(tmp_path, monkeypatch):
+    """The check opens each file of a shard once, and a row opens its shard."""
+    (tmp_path / "in.txt").write_text("ab " * 100)
+    settings = Settings(shard_tokens=16, eval_fraction=0.0)
+    build(Selection([tmp_path / "in.txt"]), tmp_path / "out", settings, lambda *_: None)
+    opened = []
+    real_open = os.open
+    monkeypatch.setattr(os, "open", lambda path, *rest, **more: opened.append(path) or real_open(path, *rest, **more))
+    in_shards = lambda: sum(Path(path).parent.name == "train" for path in opened if isinstance(path, str | Path))
+    data = open_prepared(tmp_path / "out")
+    stream = data.stream("train")
+    assert in_shards() == 0
+    stream.read(40, np.empty(4, np.int64))
+    assert in_shards() == 1
+    opened.clear()
+    data.check()
+    assert in_shards() == 3 * len(data.manifest["splits"]["train"]["shards"])

@@ -21,12 +21,14 @@ import errno
 import functools
 import hashlib
 import json
+import os
+import stat
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, Literal, NamedTuple, NoReturn
 
 import numpy as np
 
@@ -278,7 +280,7 @@ class PreparedData:
 
         Raises `ConfigError` for the first that does not.
         """
-        for name, _ in self.files():
+        for name in sorted(self.manifest["files"]):  # those of shards are opened below
             if not (self.path / name).is_file():
                 raise ConfigError(
                     f"data.path: {self.path / name} cannot be read (No such file or directory); {HOW_TO_REPAIR}"
@@ -362,10 +364,7 @@ class PreparedData:
         """Memory-maps a file of a shard. Raises `ConfigError` unless its type, shape and size match the manifest."""
         path = self.path / split / f"{kind}-{shard['name']}.npy"
         try:
-            if path.exists() and not path.is_file():
-                raise OSError(errno.EINVAL, "it is not a file")
-            array = np.lib.format.open_memmap(path, mode="r")
-            size = path.stat().st_size
+            array, size = _map_array(path)
         except Exception as error:  # NumPy may raise any exception for a damaged header
             if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
                 raise UserError(f"{path} cannot be opened: {error.strerror}; raise the limit with ulimit -n") from error
@@ -385,6 +384,30 @@ class PreparedData:
         else:
             return array
         raise ConfigError(f"data.path: {path} {problem}; {HOW_TO_REPAIR}")
+
+
+def _map_array(path: Path) -> tuple[np.memmap, int]:
+    """Memory-maps a .npy file, and returns its size in bytes. Looks up the path once, because storage may be slow.
+
+    Raises `OSError` if the path is not a file, and any exception of NumPy for a damaged header.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe must not block
+    with os.fdopen(descriptor, "rb") as stream:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(errno.EINVAL, "it is not a file")
+        version = np.lib.format.read_magic(stream)
+        read_header = {
+            (1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0,
+        }.get(version)  # fmt: skip
+        if read_header is None:
+            raise ValueError(f"its format version is {version[0]}.{version[1]}")
+        shape, is_fortran_order, dtype = read_header(stream)
+        if dtype.hasobject:
+            raise ValueError("it holds Python objects")
+        order: Literal["C", "F"] = "F" if is_fortran_order else "C"
+        array = np.memmap(stream, dtype, "r", stream.tell(), shape, order)
+    return array, status.st_size
 
 
 def open_prepared(path: str | Path, key: str = "data.path") -> PreparedData:
