@@ -31,9 +31,9 @@ from jaxmnt.trained_model import (
 )
 
 if TYPE_CHECKING:
+    from jaxmnt.data.vocabulary import Vocabulary
     from jaxmnt.trained_model import SelectedModel, TrainedModel
     from jaxmnt.training.inference import Sampling
-    from jaxmnt.vocabulary import Vocabulary
 
 _DEFAULT_TOKENS = 200
 _SEED_LIMIT = 2**31
@@ -237,7 +237,7 @@ def _user(text: str) -> dict[str, Any]:
 
 def _request(options: argparse.Namespace, selected: "SelectedModel", where: str, record: dict[str, Any]) -> Request:
     """Returns the request in an input line. Raises `ConfigError` if it is malformed or does not fit the window."""
-    from jaxmnt.model_chat import variables_of_line
+    from jaxmnt.data.chat.model_chat import variables_of_line
 
     vocabulary, prompt = selected.vocabulary, ""
     if options.chat:

@@ -29,8 +29,8 @@ from jaxmnt.trained_model import (
 )
 
 if TYPE_CHECKING:
+    from jaxmnt.data.vocabulary import Vocabulary
     from jaxmnt.trained_model import TrainedModel
-    from jaxmnt.vocabulary import Vocabulary
 
 
 @dataclass(frozen=True)

@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from jaxmnt.checkpoint.commit import Committed
     from jaxmnt.config import Config
     from jaxmnt.config.mesh import Mesh
+    from jaxmnt.data.chat.model_chat import ModelChat
     from jaxmnt.data.chat.template import ChatFormat
     from jaxmnt.data.run_tokenizer import RunTokenizer
     from jaxmnt.data.tokenizer import Tokenizer
-    from jaxmnt.model_chat import ModelChat
+    from jaxmnt.data.vocabulary import Vocabulary
     from jaxmnt.telemetry.progress import Work
     from jaxmnt.training.inference import Generator
     from jaxmnt.training.spec import StepSpec
-    from jaxmnt.vocabulary import Vocabulary
 
 
 T = TypeVar("T")
@@ -130,9 +130,9 @@ def find_model(run: str, tokenizer: str | None) -> SelectedModel:
 
     default_to_cpu(os.environ)  # must come before anything that imports JAX
     from jaxmnt.checkpoint.refs import find, roots_of
+    from jaxmnt.data.chat.model_chat import ModelChat
     from jaxmnt.data.chat.template import chat_of_files
     from jaxmnt.huggingface import companions
-    from jaxmnt.model_chat import ModelChat
 
     checkpoint = find(run, "--run")
     files = companions.read_run_files(roots_of(run, checkpoint))
@@ -148,20 +148,18 @@ def _vocabulary(selected: "_SelectedTokenizer", checkpoint: "Committed", files: 
     that end a text."""
     from jaxmnt.data.chat.template import end_ids
     from jaxmnt.data.tokenizer import HuggingFace
-    from jaxmnt.vocabulary import Vocabulary
+    from jaxmnt.data.vocabulary import Vocabulary, stop_ids
 
     opened, end_of_document = selected.tokenizer, selected.end_of_document
     model_size = checkpoint.config.model.vocab_size
     assert model_size is not None
     size = min(selected.size, model_size)  # a tokenizer may have more ids than the model, as for Gemma 3
     start_ids = [] if end_of_document is None else [end_of_document]
-    stop_ids = {*start_ids, *end_ids(files)}
-    if selected.chat is not None and isinstance(opened, HuggingFace):
-        stop_ids |= {opened.ids[token] for token in selected.chat.end_tokens if token in opened.ids}
+    stops = stop_ids(opened, end_of_document, selected.chat) | {*end_ids(files)}
     # An imported model that was not trained further expects the beginning of a text that its own tokenizer adds.
     if files and checkpoint.manifest.tokens == 0 and isinstance(opened, HuggingFace):
         start_ids = opened.start
-    return Vocabulary(opened, size, start_ids, end_of_document, frozenset(id for id in stop_ids if id < size))
+    return Vocabulary(opened, size, start_ids, end_of_document, frozenset(id for id in stops if id < size))
 
 
 class RefusedLine(NamedTuple):

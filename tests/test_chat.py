@@ -3,6 +3,7 @@ asked and exported in the same markup."""
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -12,13 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxmnt import convert, generate, prepare
+from jaxmnt.data.chat.model_chat import ModelChat
 from jaxmnt.data.chat.renderer import Renderer, RenderError
 from jaxmnt.data.chat.template import CHATML_TEMPLATE, ChatFormat
 from jaxmnt.data.preparation.conversations import Conversation, as_chatml
+from jaxmnt.data.sources import open_sources
 from jaxmnt.data.store import open_prepared
 from jaxmnt.data.tokenizer import HuggingFace, TargetText
 from jaxmnt.errors import ConfigError
-from jaxmnt.model_chat import ModelChat
+from jaxmnt.run.sampling import Sampler
 from jaxmnt.train import train
 from jaxmnt.trained_model import find_model
 
@@ -227,42 +230,26 @@ def test_targets_that_cannot_be_exact_are_refused(template, words):
         targets(template, [{"role": "assistant", "content": "\U000f0001"}])
 
 
+@pytest.fixture(scope="module")
+def llama_renderer():
+    """One child for all examples."""
+    with Renderer(format_of(LLAMA, "<|eot|>")) as renderer:
+        yield renderer
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.text(st.sampled_from("ab <|end|>\n[/]"), max_size=6), min_size=2, max_size=6), st.data())
-def test_the_text_is_the_templates_and_contents_are_whole(contents, data):
+def test_the_text_is_the_templates_and_contents_are_whole(llama_renderer, contents, data):
     """Whatever the contents: the segments join to the text, and each target is its content and the end of its turn."""
-    with shared_renderer() as renderer:
-        talk = [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(contents)]
-        is_target = [m["role"] == "assistant" and data.draw(st.booleans()) for m in talk]
-        text = renderer.render(talk, {}, begins_turn=False)
-        found = renderer.find_targets(talk, {}, is_target, False)
+    talk = [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(contents)]
+    is_target = [m["role"] == "assistant" and data.draw(st.booleans()) for m in talk]
+    text = llama_renderer.render(talk, {}, begins_turn=False)
+    found = llama_renderer.find_targets(talk, {}, is_target, False)
     assert "".join(text for text, _, _ in found.segments) == text
     spans = "".join(text if learn else "\0" for text, learn, _ in found.segments).split("\0")
     learned = [span for span in spans if span]
     expected = [f"{m['content'].strip()}<|eot|>" for m, target in zip(talk, is_target, strict=True) if target]
     assert learned == expected
-
-
-_renderers: list[Renderer] = []
-
-
-class shared_renderer:  # noqa: N801
-    """One child for all examples."""
-
-    def __enter__(self) -> Renderer:
-        if not _renderers:
-            _renderers.append(Renderer(format_of(LLAMA, "<|eot|>")))
-        return _renderers[0]
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _stop_children():
-    yield
-    for renderer in _renderers:
-        renderer.__exit__()
 
 
 # -- hostile templates
@@ -383,9 +370,12 @@ def test_what_is_asked_is_what_precedes_the_first_target(markup, tiny, tmp_path)
     asked = model.chat.ids(TALK[:2], "here")
     end = model.vocabulary.end_of_document
     assert asked == (before if markup == "llama" else [end, *before]), "the end of a document precedes ours"
+    assert asked == sampled_prompt(tiny, data, " Hi ")
     ends = [token for token in learn_ends(tokens, learn) if token not in (end, *b">")]
     assert set(ends) <= model.vocabulary.stop_ids or model.chat.stop_texts == ("<|im_end|>",)
     if arguments:
+        with pytest.raises(ConfigError, match=r"samples: 'a<s>': it contains '?<s>'?, the name of a special token"):
+            sampled_prompt(tiny, data, "a<s>")
         assert convert.main(["to-hf", run, str(tmp_path / "export")]) == 0
         template = (tmp_path / "export" / "chat_template.jinja").read_text()
         tokens_of = json.loads((tmp_path / "export" / "tokenizer_config.json").read_text())
@@ -411,6 +401,15 @@ def test_the_tokenizer_of_data_or_of_a_run_brings_its_template(markup, tiny, tmp
     (tmp_path / "third").mkdir()
     with pytest.raises(ConfigError, match=rf"--tokenizer: {run} is a run; give {run}/tokenizer"):
         prepared_chat(tmp_path / "third", "--tokenizer", run)
+
+
+def sampled_prompt(tiny, data: Path, prompt: str) -> list[int]:
+    """The ids with which `telemetry.samples` asks after the system message of `TALK`."""
+    sample = f"{{prompt: '{prompt}', system: '{TALK[0]['content']}', chat: true}}"
+    settings = ["data.sequence_length=256", "telemetry.sample_tokens=4", f"telemetry.samples=[{sample}]"]
+    config = tiny(f"data.path={data}", *settings)
+    (asked,) = Sampler(SimpleNamespace(spec=SimpleNamespace(config=config)), open_sources(config.data))._prompts
+    return asked.ids.tolist()
 
 
 def learn_ends(tokens: np.ndarray, learn: np.ndarray) -> list[int]:

@@ -16,10 +16,10 @@ from jaxmnt.data.preparation import text as text_files
 from jaxmnt.data.store import open_prepared
 from jaxmnt.data.text_pieces import Piece, decode_after, encode_pieces, encode_stretches
 from jaxmnt.data.tokenizer import Bytes, HuggingFace, make_tokenizer
+from jaxmnt.data.vocabulary import Vocabulary
 from jaxmnt.errors import ConfigError, ExitCode
 from jaxmnt.generate import Request
 from jaxmnt.score import ScoreRequest, continuation_of
-from jaxmnt.vocabulary import Vocabulary
 
 library = pytest.importorskip("tokenizers")
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers  # noqa: E402

@@ -163,6 +163,17 @@ class HuggingFace:
         return {token.content for token in self._added_tokens if token.special}
 
     @cached_property
+    def _special_name(self) -> re.Pattern[str] | None:
+        """Matches the name of any special token, and of several at one place the longest."""
+        names = sorted(self.special, key=lambda name: (-len(name), name))
+        return re.compile("|".join(map(re.escape, names))) if names else None
+
+    def special_name_in(self, text: str) -> str | None:
+        """Returns the first name of a special token in a text; None if there is none."""
+        match = self._special_name.search(text) if self._special_name is not None else None
+        return None if match is None else match[0]
+
+    @cached_property
     def special_names(self) -> Mapping[int, str]:
         """Names to show for ids without text."""
         return {self.ids[name]: name for name in sorted(self.special)}

@@ -2,17 +2,18 @@
 
 import functools
 from collections.abc import Callable, Iterable
+from contextlib import closing
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from jaxmnt.config.schema import Sample
-from jaxmnt.data.chat.renderer import Renderer, RenderError
+from jaxmnt.data.chat.model_chat import ModelChat
 from jaxmnt.data.run_tokenizer import tokenizer_of_data
 from jaxmnt.data.sources import Sources
 from jaxmnt.data.text_pieces import decode_after
-from jaxmnt.data.tokenizer import Bytes, Form, HuggingFace
+from jaxmnt.data.vocabulary import Vocabulary, stop_ids
 from jaxmnt.errors import ConfigError, shortened
 from jaxmnt.parallel.axes import without_stages
 from jaxmnt.parallel.layout import map_with_axes
@@ -47,7 +48,12 @@ class Sampler:
         samples = [
             Sample(prompt=sample) if isinstance(sample, str) else sample for sample in self._config.telemetry.samples
         ]
-        self._prompts = [_Prompt(sample, self._encode_prompt(sample)) for sample in samples]
+        end_id = data.end_of_document
+        self._stop_ids = stop_ids(self._tokenizer, end_id, data.chat)
+        start_ids = [] if end_id is None else [end_id]
+        vocabulary = Vocabulary(self._tokenizer, data.vocab_size, start_ids, end_id, frozenset(self._stop_ids))
+        with closing(ModelChat(data.chat, vocabulary, is_trained=True)) as self._chat:
+            self._prompts = [_Prompt(sample, self._encode_prompt(sample)) for sample in samples]
 
     def compile(self) -> None:
         """Prepares the transfer of the parameters.
@@ -109,37 +115,20 @@ class Sampler:
             note_progress(f"token {len(token_rows)} of {num_tokens} of the samples")
         for number, ids, row in zip(numbers, prompts, np.stack(token_rows, axis=1), strict=True):
             text = decode_after(self._tokenizer, ids, row[: self._length_before_stop(row)])
-            yield _before_stops(text, self._stop_texts) if self._prompts[number].sample.chat else text
-
-    @functools.cached_property
-    def _stop_ids(self) -> list[int]:
-        """Ids that end a text: that of the end of a document, and those that end the turns of conversations."""
-        ids = [] if self._data.end_of_document is None else [self._data.end_of_document]
-        if self._data.chat is not None and isinstance(self._tokenizer, HuggingFace):
-            ids += [self._tokenizer.ids[name] for name in self._data.chat.end_tokens if name in self._tokenizer.ids]
-        return ids
-
-    @property
-    def _stop_texts(self) -> tuple[str, ...]:
-        """Texts that end an answer, because the tokenizer has no tokens for them."""
-        names = () if self._data.chat is None else self._data.chat.end_tokens
-        ids = self._tokenizer.ids if isinstance(self._tokenizer, HuggingFace) else {}
-        return tuple(name for name in names if name not in ids)
+            yield _before_stops(text, self._chat.stop_texts) if self._prompts[number].sample.chat else text
 
     def _length_before_stop(self, row: np.ndarray) -> int:
         """Returns the number of tokens before the first that ends a text."""
-        end_positions = np.flatnonzero(np.isin(row, self._stop_ids))
+        end_positions = np.flatnonzero(np.isin(row, sorted(self._stop_ids)))
         return int(end_positions[0]) if len(end_positions) else len(row)
 
     def _encode_prompt(self, sample: Sample) -> np.ndarray:
         end_id, max_length = self._data.end_of_document, self._config.data.sequence_length
         text = sample.prompt
-        ids = [] if end_id is None else [end_id]
         if sample.chat:
-            # A template says itself how a conversation begins, but it cannot name the end of a document in bytes.
-            start = ids if isinstance(self._tokenizer, Bytes) else []
-            ids = start + self._tokenizer.encode_batch([self._render(sample)], Form(markup=True))[0].tolist()
+            ids = self._encode_conversation(sample)
         else:
+            ids = [] if end_id is None else [end_id]
             ids += self._tokenizer.encode_batch([text])[0].tolist()
         if not ids:
             raise ConfigError(
@@ -159,7 +148,7 @@ class Sampler:
         """Raises `ConfigError` if `telemetry.sample_tokens` is too small for the expected text and its end."""
         if sample.expect is None:
             return
-        ends = self._stop_texts if sample.chat else ()
+        ends = self._chat.stop_texts if sample.chat else ()
         text = sample.expect + max(ends, key=len, default="")
         required = len(self._tokenizer.encode_batch([text])[0]) + 1
         if required > self._config.telemetry.sample_tokens:
@@ -168,8 +157,8 @@ class Sampler:
                 f"{shortened(repr(sample.expect))}, which has {required} tokens with its end; set at least {required}"
             )
 
-    def _render(self, sample: Sample) -> str:
-        """Returns a user's turn, and the beginning of the answer, in the chat template of the data."""
+    def _encode_conversation(self, sample: Sample) -> list[int]:
+        """Returns the ids of a user's turn, and the beginning of the answer, in the chat template of the data."""
         if self._data.chat is None:
             raise ConfigError(
                 "telemetry.samples: chat is true, but the data has no conversations from prepare --chat; set it to "
@@ -178,12 +167,7 @@ class Sampler:
         messages = [{"role": "user", "content": sample.prompt}]
         if sample.system is not None:
             messages.insert(0, {"role": "system", "content": sample.system})
-        with Renderer(self._data.chat) as renderer:
-            try:
-                return renderer.render(messages, {})
-            except RenderError as error:
-                where = f"telemetry.samples: {shortened(repr(sample.prompt))}"
-                raise ConfigError(f"{where}: {error}; change the prompt") from error
+        return self._chat.ids(messages, f"telemetry.samples: {shortened(repr(sample.prompt))}")
 
 
 def exact_match(samples: Iterable[dict[str, Any]]) -> float | None:

@@ -18,7 +18,7 @@ from jaxmnt.errors import ConfigError, printable
 Message = Mapping[str, Any]
 
 CHECKED_VARIABLES = ("tools", "documents")
-"""Variables that the text of a conversation must depend on."""
+"""Fields of a record that templates receive under the same name. If one is given, the text must depend on it."""
 
 TIMEOUT_SECONDS = 60
 """Time after which a child is killed. The limit on its processor time (`sandbox.CPU_SECONDS`) comes first, unless the
@@ -67,6 +67,10 @@ class Renderer:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the child process."""
         self._stop()
         self._errors.close()
 

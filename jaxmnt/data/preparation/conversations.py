@@ -10,6 +10,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
+from jaxmnt.data.chat.renderer import CHECKED_VARIABLES
 from jaxmnt.data.chat.targets import REASONING_FIELDS
 from jaxmnt.data.preparation.documents import BadRecordError, Segment, kind_of
 from jaxmnt.data.preparation.inputs import ReadOptions
@@ -37,9 +38,6 @@ _TARGET_FIELDS = ("weight", "train", "loss")
 """Fields that say whether a message is a target, as named by OpenAI, Axolotl and ms-swift."""
 
 _TEXT_PART_TYPES = ("text", "input_text", "output_text")
-
-_VARIABLES = ("tools", "documents")
-"""Fields of a record that templates receive under the same name."""
 
 _EXTRA_VARIABLES = "chat_template_kwargs"
 """Field of a record that holds further variables of the template."""
@@ -249,7 +247,7 @@ class ConversationReader:
         """Returns the variables in a record that the template reads. Raises `BadRecordError` if one is malformed."""
         assert self._words is not None
         variables: dict[str, Any] = {}
-        for name in _VARIABLES:
+        for name in CHECKED_VARIABLES:
             objects = fields.get(name)
             if _is_empty(objects) or name not in self._words:
                 continue
@@ -297,7 +295,7 @@ class ConversationReader:
             )
 
 
-_RESERVED_VARIABLES = ("messages", "add_generation_prompt", *_VARIABLES)
+_RESERVED_VARIABLES = ("messages", "add_generation_prompt", *CHECKED_VARIABLES)
 
 
 def fields_to_read(names: Iterable[str], options: ReadOptions) -> list[str]:

@@ -1,7 +1,6 @@
 """Renders conversations for a preparation, in ChatML or with the chat template of a model."""
 
 import json
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -39,9 +38,8 @@ class ConversationMarkup:
     def __init__(self, options: ReadOptions, tokenizer: Tokenizer | None, renderer: Renderer | None):
         self._options, self._renderer = options, renderer
         self._reader = ConversationReader(options, None if renderer is None else renderer.words)
-        self._special = sorted(tokenizer.special) if isinstance(tokenizer, HuggingFace) else []
-        names = sorted(self._special, key=len, reverse=True)
-        self._special_name = re.compile("|".join(map(re.escape, names))) if names else None
+        self._tokenizer = tokenizer if isinstance(tokenizer, HuggingFace) else None
+        self._special = [] if self._tokenizer is None else sorted(self._tokenizer.special)
 
     def render(self, record: Any, report: Report) -> RenderedRecord:
         """Returns the contents of a record. Raises `BadRecordError` if the record cannot be used, or if its targets
@@ -53,7 +51,8 @@ class ConversationMarkup:
         if self._renderer is None:
             if CHATML_END not in self._special and any(CHATML_END in m["content"] for m in conversation.messages):
                 raise BadRecordError(
-                    f"contains {CHATML_END}, which ends a turn, because the tokenizer has no such token"
+                    f"contains {CHATML_END}, which would end the turn there, because the tokenizer has no such token; "
+                    "remove it"
                 )
             segments = as_chatml(conversation, everything=everything)
             if any(segment.learn for segment in segments):
@@ -76,9 +75,10 @@ class ConversationMarkup:
             report.replace_invalid("holds half of a character (a lone surrogate)")
             text = text.encode("utf-16", errors="surrogatepass").decode("utf-16", errors="replace")
             messages, variables = json.loads(text)
-        if self._special_name is not None and (match := self._special_name.search(text)):
+        special = None if self._tokenizer is None else self._tokenizer.special_name_in(text)
+        if special is not None:
             raise BadRecordError(
-                f"contains {printable(match[0])}, the name of a special token, which would become that token; remove it"
+                f"contains {printable(special)}, the name of a special token, which would become that token; remove it"
             )
         if not everything and not any(is_target):
             # The text does not matter, because a conversation without targets is left out.
@@ -140,8 +140,8 @@ def chat_format_of(options: ReadOptions, tokenizer: Tokenizer | None, end_tokens
     if options.chat_format is not None:
         return replace(options.chat_format, end_tokens=trained)
     # A document follows the end of the one before it, so that is what precedes the first turn.
-    has_name = isinstance(tokenizer, HuggingFace) and tokenizer.end_token is not None
-    tokens = {"bos_token": str(tokenizer.end_token)} if has_name and isinstance(tokenizer, HuggingFace) else {}
+    end_token = tokenizer.end_token if isinstance(tokenizer, HuggingFace) else None
+    tokens = {} if end_token is None else {"bos_token": end_token}
     return ChatFormat(CHATML, CHATML_TEMPLATE, tokens, trained)
 
 

@@ -4,14 +4,11 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-from jaxmnt.data.chat.renderer import Renderer, RenderError
+from jaxmnt.data.chat.renderer import CHECKED_VARIABLES, Renderer, RenderError
 from jaxmnt.data.chat.template import ChatFormat
+from jaxmnt.data.vocabulary import Vocabulary
 from jaxmnt.errors import ConfigError, printable
 from jaxmnt.strict_json import json_text
-from jaxmnt.vocabulary import Vocabulary
-
-_FIELDS_OF_LINES = ("tools", "documents")
-"""Fields of an input line that the template receives under the same name."""
 
 
 class ModelChat:
@@ -35,6 +32,11 @@ class ModelChat:
     def check(self) -> None:
         """Raises `ConfigError` if the model has no chat template, or one that cannot be compiled."""
         _ = self._renderer
+
+    def close(self) -> None:
+        """Ends the child process, if there is one. Another `render` fails."""
+        if "_renderer" in self.__dict__:
+            self._renderer.close()
 
     def render(
         self, messages: Any, where: str, begins_turn: bool = True, variables: Mapping[str, Any] | None = None
@@ -78,7 +80,7 @@ def variables_of_line(record: Mapping[str, Any], where: str) -> dict[str, Any]:
     Raises `ConfigError` if they are malformed.
     """
     variables = {}
-    for name in _FIELDS_OF_LINES:
+    for name in CHECKED_VARIABLES:
         objects = record.get(name)
         if objects is None:
             continue

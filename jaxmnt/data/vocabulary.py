@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from jaxmnt.data.chat.template import ChatFormat
 from jaxmnt.data.tokenizer import Bytes, Form, HuggingFace, Tokenizer
 from jaxmnt.errors import ConfigError
 
@@ -45,12 +46,18 @@ class Vocabulary:
         return self.tokenizer.ids.get(token) if isinstance(self.tokenizer, HuggingFace) else None
 
     def special_name_in(self, text: str) -> str | None:
-        """Returns the name of a special token that occurs in a text; None if there is none."""
-        if not isinstance(self.tokenizer, HuggingFace):
-            return None
-        return next((name for name in sorted(self.tokenizer.special) if name in text), None)
+        """Returns the first name of a special token in a text; None if there is none."""
+        return self.tokenizer.special_name_in(text) if isinstance(self.tokenizer, HuggingFace) else None
 
     def with_start(self, ids: list[int]) -> list[int]:
         """Returns `start_ids` and the ids of a text. If both are empty, returns `end_of_document` alone, if there is
         one."""
         return self.start_ids + ids or ([] if self.end_of_document is None else [self.end_of_document])
+
+
+def stop_ids(tokenizer: Tokenizer, end_of_document: int | None, chat: ChatFormat | None) -> set[int]:
+    """Returns the ids that end a text: that of the end of a document, and those that end the turns of conversations."""
+    ids = set() if end_of_document is None else {end_of_document}
+    if chat is not None and isinstance(tokenizer, HuggingFace):
+        ids |= {tokenizer.ids[token] for token in chat.end_tokens if token in tokenizer.ids}
+    return ids
