@@ -25,8 +25,10 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import zlib
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -288,17 +290,38 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_sessionstart(session):
-    """What ends this process in the middle of a test, as only os._exit can without a word, says where."""
+    """What ends this process in the middle of a test says where: os._exit, and memory that runs out."""
     told, ends, here = os.dup(2), os._exit, os.getpid()
 
+    def tell(what: str) -> None:
+        os.write(told, f"{what} during {os.environ.get('PYTEST_CURRENT_TEST', 'no test')}\n".encode())
+        faulthandler.dump_traceback(told, all_threads=True)
+
     def tell_and_exit(code):
-        test = os.environ.get("PYTEST_CURRENT_TEST")
-        if test and os.getpid() == here:
-            os.write(told, f"os._exit({code}) during {test}\n".encode())
-            faulthandler.dump_traceback(told, all_threads=True)
+        if os.environ.get("PYTEST_CURRENT_TEST") and os.getpid() == here:
+            tell(f"os._exit({code})")
         ends(code)
 
     os._exit = tell_and_exit
+    threading.Thread(target=_watch_memory, args=(tell, ends), name="memory", daemon=True).start()
+
+
+MAX_WORKER_BYTES = 10 * 2**30
+"""A worker of the tests takes up to 3 GB. Without this limit the kernel would kill one without a word."""
+
+
+def _watch_memory(tell, ends) -> None:
+    page = os.sysconf("SC_PAGE_SIZE")
+    limits = [MAX_WORKER_BYTES // 2, MAX_WORKER_BYTES]
+    while True:
+        time.sleep(1)
+        resident = int(Path("/proc/self/statm").read_text().split()[1]) * page
+        if resident > limits[0]:
+            kinds = Counter(type(one).__qualname__ for one in gc.get_objects()).most_common(8)
+            tell(f"this process takes {resident / 2**30:.1f} GiB; most objects: {kinds}")
+            limits.pop(0)
+        if not limits:
+            ends(1)
 
 
 def pytest_sessionfinish(session, exitstatus):
