@@ -29,6 +29,8 @@ _FEW_HELD_OUT_TOKENS = 10_000
 _MAX_DOCUMENT_MIB = 2**20
 """Maximum value of --max-document-mib."""
 
+_MAX_ROW_LENGTH = 2**31 - 1
+
 _MIN_RATE_SECONDS = 1.0
 """Time for which an activity must last before its rate and ETA are shown, because they are meaningless earlier."""
 
@@ -69,7 +71,7 @@ def main(arguments: list[str]) -> int:
         documents = counted(summary.documents[split], "document", "documents")
         print(f"{split:5}  {documents}, {count(summary.tokens[split])} tokens")
     seconds = time.monotonic() - started
-    print(f"read   {size(progress.done)} in {duration(seconds)}, {size(progress.done / seconds)} a second")
+    print(f"read   {size(progress.bytes_read)} in {duration(seconds)}, {size(progress.bytes_read / seconds)} a second")
     for line in [*_describe_split(summary, options.eval_fraction), *_describe_left_out(summary)]:
         print(line)
     for line in _describe_conversations(summary, options):
@@ -184,8 +186,8 @@ class _Progress:
     """
 
     def __init__(self) -> None:
-        self.done = 0
-        """Bytes that this process has read in the current activity."""
+        self.bytes_read = 0
+        """Bytes of input that this process has prepared."""
         self._activity = ""
         self._started = 0.0
         """Time at which the activity began."""
@@ -194,6 +196,7 @@ class _Progress:
 
     def show(self, status: "StatusLine", activity: str, done: int, total: int) -> None:
         """Shows that `done` of `total` bytes of an activity are done, if an update is due."""
+        from jaxmnt.data.preparation.run import PREPARING
         from jaxmnt.telemetry.progress import bar
         from jaxmnt.units import duration, size
 
@@ -201,15 +204,17 @@ class _Progress:
             self._activity = activity
             self._started = time.monotonic()
             self._done_before = done
-        self.done = done - self._done_before
-        if not status.due or not self.done:
+        done_here = done - self._done_before
+        if activity == PREPARING:
+            self.bytes_read = done_here
+        if not status.due or not done_here:
             return
         share = done / max(1, total)
         drawn = f"{bar(share, _BAR_WIDTH)} " if status.live else ""
         line = f"{activity} {drawn}{share:4.0%} of {size(total)}"
         seconds = time.monotonic() - self._started
         if seconds >= _MIN_RATE_SECONDS:
-            rate = self.done / seconds
+            rate = done_here / seconds
             line += f"  {size(rate)}/s  ETA {duration((total - done) / rate)}"
         status.update(line)
 
@@ -254,7 +259,20 @@ def _settings(options: argparse.Namespace) -> "Settings":
         eval_fraction=options.eval_fraction,
         skip_bad=options.on_error == "skip",
         workers=options.workers,
+        packed_lengths=_packed_lengths(options.packed_lengths),
     )
+
+
+def _packed_lengths(lengths: list[int] | None) -> tuple[int, ...]:
+    """Returns the row lengths of --packed-lengths, or the default lengths if the option is not given."""
+    from jaxmnt.data.preparation.inputs import PACKED_LENGTHS
+
+    if lengths is None:
+        return PACKED_LENGTHS
+    for length in lengths:
+        if not 2 <= length <= _MAX_ROW_LENGTH:
+            raise ConfigError(f"--packed-lengths: {length} is not the length of a row; give 2 to {_MAX_ROW_LENGTH}")
+    return tuple(sorted(set(lengths)))
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
@@ -292,6 +310,10 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     )
     add("--on-error", choices=("stop", "skip"), default="stop", help="what to do with a record that is unusable (stop)")
     add("--replace-invalid", action="store_true", help="replace bytes that are not UTF-8 instead of refusing them")
+    add_list(
+        "--packed-lengths", nargs="*", type=int, metavar="N",
+        help="lengths of packed rows to plan now, for data with many documents (4096)",
+    )  # fmt: skip
     add("--workers", type=int, default=cores(), help="worker processes (one per core)")
     return parser.parse_args(arguments)
 

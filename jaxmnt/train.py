@@ -13,6 +13,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -99,9 +100,9 @@ def meet_and_train(
         from jaxmnt.run.values import run_process
 
         clock.lap("import")
-        heartbeat = stack.enter_context(
-            joined_process_group(identity, config, exit_handler, lambda: digest_of_data(config), early_exit)
-        )
+        # Process 0 checks the files of the data for all; `run/input.py` checks copies of other hosts.
+        data_digest = partial(digest_of_data, config, check_files=identity.process_id == 0)
+        heartbeat = stack.enter_context(joined_process_group(identity, config, exit_handler, data_digest, early_exit))
         stack.enter_context(ending_on_exceptions_in_threads(heartbeat))
         clock.lap("rendezvous")
         check_hosts(config, identity, heartbeat.clock)

@@ -1,6 +1,5 @@
 """Which rows make up a batch, and what they hold: the same for any number of hosts, threads and restarts."""
 
-import gc
 import os
 import subprocess
 import sys
@@ -400,7 +399,6 @@ def test_shards_are_opened_when_they_are_read(lengths, limit, ranges):
             stored.read(start, out)
             assert (out == stream[start : start + length]).all() and open_shards.count <= limit
     del stored, shards
-    gc.collect()
     assert open_shards.count == 0
 
 
@@ -422,7 +420,7 @@ def test_more_shards_than_open_files(tmp_path):
 
 
 def test_a_file_is_looked_up_once(tmp_path, monkeypatch):
-    """The check opens each file of a shard once, and a row opens its shard."""
+    """The check asks for the size of each file of a shard once and opens none, and a row opens its shard."""
     (tmp_path / "in.txt").write_text("ab " * 100)
     settings = Settings(shard_tokens=16, eval_fraction=0.0)
     build(Selection([tmp_path / "in.txt"]), tmp_path / "out", settings, lambda *_: None)
@@ -436,5 +434,10 @@ def test_a_file_is_looked_up_once(tmp_path, monkeypatch):
     stream.read(40, np.empty(4, np.int64))
     assert in_shards() == 1
     opened.clear()
+    looked_up = []
+    real_stat = os.stat
+    monkeypatch.setattr(os, "stat", lambda path, **more: looked_up.append(path) or real_stat(path, **more))
     data.check()
-    assert in_shards() == 3 * len(data.manifest["splits"]["train"]["shards"])
+    assert in_shards() == 0
+    looked_up_shards = [path for path in looked_up if Path(path).parent.name == "train"]
+    assert len(looked_up_shards) == 3 * len(data.manifest["splits"]["train"]["shards"])

@@ -172,7 +172,8 @@ ODD_FILES = {
 
 
 @pytest.mark.parametrize("name", ODD_FILES)
-def test_a_file_of_another_type_is_named_before_anything_else(copy, name):
+def test_a_file_of_another_type_is_named(copy, name):
+    """Before anything else if its size differs, too; else when it is opened."""
     kind, change, message = ODD_FILES[name]
     path = shard(copy, kind)
     if name == "objects":
@@ -180,7 +181,17 @@ def test_a_file_of_another_type_is_named_before_anything_else(copy, name):
     else:
         _resave(path, change)
     with pytest.raises(ConfigError, match=rf"data\.path: .*{path.name} .*{message}"):
-        open_prepared(copy).check()
+        check_and_read(copy)
+
+
+def check_and_read(folder: Path) -> None:
+    data = open_prepared(folder)
+    data.check()
+    stream = data.stream("train")
+    _ = stream.document_starts
+    stream.read(0, np.empty(stream.tokens, np.int32))
+    for document in range(data.documents("train")):
+        data.origin("train", document)
 
 
 @pytest.mark.parametrize("damage", ["longer", "shorter", "header", "zip"])
@@ -193,6 +204,8 @@ def test_a_file_of_another_size_is_named(copy, damage):
         header = b"\x93NUMPY\x01\x00v\x00" + b"{'descr': [[[[" + raw[24:]
         path.write_bytes({"longer": raw + b"\0\0", "shorter": raw[:-2], "header": header}[damage])
     with pytest.raises(ConfigError, match=rf"data\.path: .*{path.name} (cannot be read|has \d+ bytes)"):
+        if damage == "header":
+            check_and_read(copy)
         open_prepared(copy).check()
 
 

@@ -22,9 +22,9 @@ from conftest import command, mostly_slow
 
 import jaxmnt.prepare
 from jaxmnt.config.load import parse_config
+from jaxmnt.data.attempts import Attempt
 from jaxmnt.data.batches import TrainingData
 from jaxmnt.data.preparation import run
-from jaxmnt.data.preparation.attempts import Attempt
 from jaxmnt.data.preparation.inputs import ReadOptions, Selection, Settings
 from jaxmnt.data.preparation.run import build
 from jaxmnt.data.preparation.text import TEXT_PIECE
@@ -243,7 +243,7 @@ def test_the_rate_is_shown_only_after_a_second(monkeypatch):
     clock.now += 10
     progress.show(status, "checking", 2**20, 2**23)
     progress.show(status, "checking", 2**21, 2**23)
-    assert progress.done == 2**20 and shown[-1] == "checking  25% of 8 MiB", "each activity is measured by itself"
+    assert progress.bytes_read == 2**22 and shown[-1] == "checking  25% of 8 MiB", "each activity is measured by itself"
 
 
 def test_a_full_disk_leaves_nothing_that_looks_whole(texts, tmp_path):
@@ -317,7 +317,7 @@ def test_a_part_that_two_attempts_prepare_at_once_is_whole(tmp_path, monkeypatch
 def test_what_a_killed_worker_was_reading_is_named():
     from killed_worker import make
 
-    with pytest.raises(UserError, match=r"killed; inputs being read: .*the bad file.*or leave the file out with"):
+    with pytest.raises(UserError, match=r"killed; work in progress: .*the bad file.*or leave the file out with"):
         run.run(["the good file", "the bad file"], make, 2, lambda done: None)
 
 

@@ -1,6 +1,7 @@
 """python -m jaxmnt.data: show the data that a config reads, down to the rows of one step and their documents.
 
 --batch shows only the rows of that step. --verify alone shows only the manifests and the verified files.
+`python -m jaxmnt.data index --path DIR` writes the index of data with many documents.
 """
 
 import argparse
@@ -8,7 +9,8 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from jaxmnt.commands import LOCAL_EXIT_CODES, Parser, path_argument, run_command
-from jaxmnt.errors import ConfigError, ExitCode, counted, remark
+from jaxmnt.distributed.container import cores
+from jaxmnt.errors import ConfigError, ExitCode, UserError, counted, printable, remark
 from jaxmnt.telemetry.progress import Work, status_line, working
 
 if TYPE_CHECKING:
@@ -16,10 +18,57 @@ if TYPE_CHECKING:
     from jaxmnt.data.sources import Sources
 
 
+_INDEX_DESCRIPTION = """\
+python -m jaxmnt.data index: write where the documents of prepared data start, and how packed rows hold them.
+
+A run reads these files instead of computing their contents at its start. It writes those that are missing itself, on
+one core; this command uses all cores.
+"""
+
+
 def main(arguments: list[str]) -> int:
+    if arguments[:1] == ["index"]:
+        return _index(_parse_index(arguments[1:]))
     options = _parse(arguments)
     with working("starting") as work:
         return _show(options, work)
+
+
+def _index(options: argparse.Namespace) -> int:
+    """Writes the indices of prepared data that are missing."""
+    from functools import partial
+
+    from jaxmnt.data.index import MAX_DOCUMENTS_WITHOUT_INDEX, IndexKey
+    from jaxmnt.data.index_files import write_indices
+    from jaxmnt.data.manifest import SPLITS
+    from jaxmnt.data.preparation.run import run_windows
+    from jaxmnt.data.store import open_prepared
+
+    prepared = open_prepared(options.path, "--path")
+    prepared.check()
+    lengths = options.lengths or [None]
+    keys = [IndexKey(split, length, options.long_documents == "skip") for split in SPLITS for length in lengths]
+    with status_line() as status:
+        show_share = lambda activity, done, total: status.update(f"{activity} {done / max(1, total):4.0%}")
+        run_tasks = partial(run_windows, workers=options.workers, progress=show_share)
+        try:
+            written = write_indices(prepared, keys, status.update, run_tasks)
+        except OSError as error:
+            raise UserError(
+                f"--path: the index in {prepared.path} cannot be written: {error.strerror or error}; fix that, or run "
+                "this command as a user who may write there"
+            ) from error
+    for path in written:
+        print(f"wrote {printable(str(path))}")
+    if not written:
+        most = max(prepared.documents(split) for split in SPLITS)
+        needs_none = most <= MAX_DOCUMENTS_WITHOUT_INDEX
+        print(
+            f"nothing to write: {counted(most, 'document needs', 'documents need')} no index"
+            if needs_none
+            else "nothing to write: the data has these indices"
+        )
+    return ExitCode.FINISHED
 
 
 def _show(options: argparse.Namespace, work: Work) -> int:
@@ -92,6 +141,21 @@ def _warn_if_after_last_step(options: argparse.Namespace, config: "Config", step
     last = config.train.steps
     if step > last and (options.config is not None or "steps" in config.train.model_fields_set):
         remark(f"step {step:,} is after the last step of the run, because train.steps is {last:,}")
+
+
+def _parse_index(arguments: list[str]) -> argparse.Namespace:
+    parser = Parser("python -m jaxmnt.data index", description=_INDEX_DESCRIPTION, codes=LOCAL_EXIT_CODES)
+    add = parser.add_argument
+    add("--path", type=path_argument, metavar="DIR", required=True, help="prepared data")
+    add("--lengths", type=int, nargs="+", metavar="N", help="lengths of packed rows (data.sequence_length) to plan")
+    add("--long-documents", choices=("cut", "skip"), default="cut", help="as data.long_documents (cut)")
+    add("--workers", type=int, default=cores(), help="worker processes (one per core)")
+    options = parser.parse_args(arguments)
+    for name, numbers, minimum in (("--lengths", options.lengths or [], 2), ("--workers", [options.workers], 1)):
+        for number in numbers:
+            if not minimum <= number < 2**31:
+                raise ConfigError(f"{name}: {number} is out of range; give {minimum} or more")
+    return options
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:

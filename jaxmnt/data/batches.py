@@ -18,10 +18,12 @@ from jaxmnt.config.data import Data
 from jaxmnt.config.schema import Config
 from jaxmnt.data.elements import DatasetRows
 from jaxmnt.data.grain_source import GrainData
+from jaxmnt.data.index import IndexKey
+from jaxmnt.data.manifest import SPLITS
 from jaxmnt.data.order import BLOCK, BranchPoint, Located, Order, block_shares, check_shares
 from jaxmnt.data.rows import Packed, Rows, Windows, make_reader
 from jaxmnt.data.sources import Part, Sources, on_end, phases
-from jaxmnt.data.store import StoredTokens
+from jaxmnt.data.store import PreparedData, StoredTokens
 from jaxmnt.errors import ConfigError
 
 _ENDLESS = 2**62
@@ -247,6 +249,18 @@ def _reader(source_data: Part, split: str, settings: Data) -> RowReader:
         )
     stream, skip_long = source_data.stream(split), settings.long_documents == "skip"
     return make_reader(stream, settings.rows, settings.sequence_length, settings.document_mask, skip_long=skip_long)
+
+
+def index_keys(config: Config, sources: Sources) -> list[tuple[PreparedData, list[IndexKey]]]:
+    """Returns the prepared data of a config, each with the indices that its rows are read with."""
+    settings = config.data
+    if not settings.keeps_documents_apart:
+        return []
+    row_length = settings.sequence_length if settings.rows == "packed" else None
+    keys = [IndexKey(split, row_length, settings.long_documents == "skip") for split in SPLITS]
+    parts = (*sources.parts.values(), *sources.eval_sets.values())
+    by_path = {part.path: part for part in parts if isinstance(part, PreparedData)}
+    return [(part, keys) for part in by_path.values()]
 
 
 def _check_enough_rows(order: Order, rows: dict[str, int], config: Config) -> None:

@@ -3,6 +3,7 @@
 The seal is the SHA-256 of all other fields. It detects damage and manual changes, but it is not a signature.
 """
 
+import hashlib
 import json
 import re
 from collections.abc import Sequence
@@ -31,11 +32,13 @@ MAX_VOCABULARY = 2**31
 
 _DERIVED_FIELDS = ("largest_id", "bytes_per_target")
 """Fields that older manifests lack, and that follow from the contents."""
-_OPTIONAL_FIELDS = (*_DERIVED_FIELDS, "chat")
-"""Fields that older manifests lack. Manifests of data without conversations lack `chat`, too."""
+_OPTIONAL_FIELDS = (*_DERIVED_FIELDS, "chat", "index")
+"""Fields that older manifests lack. Manifests of data without conversations lack `chat`, and those of data with few
+documents lack `index`, too."""
 _UNKNOWN_BY_SPLIT: dict[str, None] = dict.fromkeys(SPLITS)
 _MAX_COUNT = 2**62
 _DIGEST = re.compile(r"[0-9a-f]{64}", re.ASCII)
+_INDEX = re.compile(r"[a-z0-9-]{1,80}\.json", re.ASCII)
 _SHARD = re.compile(r"[0-9]{5,12}-[0-9]{2,12}", re.ASCII)
 CHATML = "chatml"
 """Name of the chat template that `prepare --chat` uses if the tokenizer came with none."""
@@ -75,12 +78,21 @@ def content_digest(manifest: dict[str, Any]) -> str:
     The digest is computed as in version 2, so that data prepared again from the same input has the digest that earlier
     runs stored.
     """
-    content = {name: value for name, value in manifest.items() if name not in ("seal", "chat", *_DERIVED_FIELDS)}
+    content = {name: value for name, value in manifest.items() if name not in ("seal", *_OPTIONAL_FIELDS)}
     content["files"] = {name: digest for name, digest in manifest["files"].items() if name != CHAT_TEMPLATE_FILE}
     if "chat" in manifest and manifest["chat"]["source"] != CHATML:
         # The place of the template does not count, and earlier versions did not record ChatML.
         content["chat"] = [manifest["files"][CHAT_TEMPLATE_FILE], manifest["chat"]["special_tokens"]]
     return json_digest(content | {"version": UNSEALED})
+
+
+def file_digest(path: Path) -> str:
+    """Returns the SHA-256 of a file, in hex. Raises `ConfigError` if the file cannot be read."""
+    try:
+        with path.open("rb") as stream:
+            return hashlib.file_digest(stream, "sha256").hexdigest()
+    except OSError as error:
+        raise ConfigError(f"data.path: {path} cannot be read ({error.strerror}); copy or prepare it again") from error
 
 
 def read_manifest(directory: Path, key: str) -> dict[str, Any]:
@@ -159,6 +171,11 @@ def _check_structure(manifest: dict[str, Any]) -> None:
     if "chat" in manifest:
         _check_chat(manifest["chat"], CHAT_TEMPLATE_FILE in manifest["files"])
     for name, digest in manifest["files"].items():
+        _check_text(digest, f"the digest of {name}", _DIGEST)
+    index = manifest.get("index", {})
+    _require(isinstance(index, dict), "index", index)
+    for name, digest in index.items():
+        _check_text(name, "a name of index", _INDEX)
         _check_text(digest, f"the digest of {name}", _DIGEST)
     for split, entry in zip(SPLITS, _check_fields(manifest["splits"], "splits", SPLITS), strict=True):
         _check_split(entry, split, manifest["learn_mask"])

@@ -79,8 +79,7 @@ class LazyShards(Sequence[np.ndarray]):
     def __getitem__(self, number: int | slice) -> np.ndarray | Sequence[np.ndarray]:
         if isinstance(number, slice):
             return [self[index] for index in range(*number.indices(self._count))]
-        # A plain view, because indexing a memmap is slow.
-        return self._open_shards.get((id(self), number), lambda: np.asarray(self._open_shard(number)))
+        return self._open_shards.get((id(self), number), lambda: self._open_shard(number))
 
     def __del__(self) -> None:
         self._open_shards.forget(id(self))

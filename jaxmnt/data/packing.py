@@ -3,8 +3,11 @@
 from bisect import bisect_left, insort
 from collections import defaultdict
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
+
+from jaxmnt.errors import ConfigError
 
 WINDOW_DOCUMENTS = 2**20
 """Number of consecutive documents that share rows; documents of different windows are never packed together."""
@@ -22,29 +25,45 @@ class Plan:
     """int32 [pieces]: number of tokens of the piece."""
     opens: np.ndarray
     """bool [pieces]: True if the piece starts its document."""
+    tokens: int
+    """Number of tokens in all rows."""
+    long_documents: int
+    """Number of documents that are longer than a row."""
+    folder: Path | None = None
+    """Folder of the index from which the arrays are mapped; None if they are in memory."""
 
     @property
     def rows(self) -> int:
         return len(self.first_piece) - 1
 
     @property
-    def nbytes(self) -> int:
+    def host_bytes(self) -> int:
+        """Host memory of the plan, in bytes. Mapped files take none."""
+        if self.folder is not None:
+            return 0
         return self.first_piece.nbytes + self.start.nbytes + self.length.nbytes + self.opens.nbytes
 
     def pieces(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Returns the numbers of the pieces in these rows, and for each piece the index of its row in `rows`.
 
-        Rows past the end have no pieces.
+        Rows past the end have no pieces. Raises `ConfigError` if the files of the plan are damaged.
         """
         rows = np.minimum(rows, self.rows)
         first = self.first_piece[rows]
         counts = self.first_piece[np.minimum(rows + 1, self.rows)] - first
+        if self.folder is not None and ((counts < 0) | (first < 0) | (first + counts > len(self.start))).any():
+            raise damaged_index_error(self.folder, "the pieces of its rows do not follow one another")
         index = np.repeat(np.arange(len(rows)), counts)
         return expand_ranges(first, counts), index
 
     def fill(self, row_length: int) -> float:
         """Returns the share of positions in all rows that hold a token, not padding."""
-        return float(self.length.sum()) / max(1, self.rows * row_length)
+        return self.tokens / max(1, self.rows * row_length)
+
+
+def damaged_index_error(folder: Path, problem: str) -> ConfigError:
+    """Returns the error for an index whose contents are wrong."""
+    return ConfigError(f"data.path: {folder} cannot be used: {problem}; remove that folder, and it is written again")
 
 
 def plan_rows(
@@ -59,24 +78,53 @@ def plan_rows(
 
     With `skip_long`, documents that are longer than a row are left out.
     """
-    ends = np.append(document_starts[1:], tokens)
-    planned = []
-    rows = 0
-    # Pack each window of documents into separate rows, which limits time and memory.
-    for first in range(0, max(1, len(document_starts)), window):
-        begin = document_starts[first : first + window]
-        size = ends[first : first + window] - begin
-        if skip_long:
-            begin, size = begin[size <= row_length], size[size <= row_length]
-        start, length, opens = _cut_documents(begin, size, row_length)
-        row = rows + _best_fit(length, row_length)
-        planned.append((row, start, length, opens))
-        rows = int(row.max(initial=rows - 1)) + 1
-    row, start, length, opens = (np.concatenate(column) for column in zip(*planned, strict=True))
+    windows = [
+        plan_window(document_starts, tokens, row_length, first, window, skip_long=skip_long)
+        for first in range(0, max(1, len(document_starts)), window)
+    ]
+    pieces_before = np.cumsum([0, *(len(plan.start) for plan in windows)])
+    first_pieces = [plan.first_piece[:-1] + before for plan, before in zip(windows, pieces_before, strict=False)]
+    return Plan(
+        np.concatenate([*first_pieces, pieces_before[-1:]]).astype(np.int64),
+        np.concatenate([plan.start for plan in windows]),
+        np.concatenate([plan.length for plan in windows]),
+        np.concatenate([plan.opens for plan in windows]),
+        tokens=sum(plan.tokens for plan in windows),
+        long_documents=sum(plan.long_documents for plan in windows),
+    )
+
+
+def plan_window(
+    document_starts: np.ndarray,
+    tokens: int,
+    row_length: int,
+    first: int,
+    window: int = WINDOW_DOCUMENTS,
+    *,
+    skip_long: bool = False,
+) -> Plan:
+    """Packs the window of documents that begins with number `first`. The other arguments are those of `plan_rows`.
+
+    Each window has rows of its own, which limits time and memory.
+    """
+    begin = np.asarray(document_starts[first : first + window])
+    end = int(document_starts[first + window]) if first + window < len(document_starts) else tokens
+    size = np.diff(np.append(begin, end)) if len(begin) else np.zeros(0, np.int64)
+    is_long = size > row_length
+    if skip_long:
+        begin, size = begin[~is_long], size[~is_long]
+    start, length, opens = _cut_documents(begin, size, row_length)
+    row = _best_fit(length, row_length)
     # Store the pieces by row, so that the pieces of a row are a slice.
     order = np.argsort(row, kind="stable")
-    first_piece = np.concatenate([[0], np.cumsum(np.bincount(row, minlength=rows))]).astype(np.int64)
-    return Plan(first_piece, start[order].astype(np.int64), length[order].astype(np.int32), opens[order])
+    return Plan(
+        np.concatenate([[0], np.cumsum(np.bincount(row))]).astype(np.int64),
+        start[order].astype(np.int64),
+        length[order].astype(np.int32),
+        opens[order],
+        tokens=int(length.sum()),
+        long_documents=int(np.count_nonzero(is_long)),
+    )
 
 
 def _cut_documents(begin: np.ndarray, size: np.ndarray, row_length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

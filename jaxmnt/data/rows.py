@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxmnt.data.packing import Plan, expand_ranges, index_within_group, plan_rows
+from jaxmnt.data.packing import Plan, damaged_index_error, expand_ranges, index_within_group
 from jaxmnt.data.store import StoredTokens, TokenStream
 
 
@@ -138,10 +138,9 @@ class Packed:
     def __init__(self, stream: TokenStream, length: int, *, skip_long: bool = False):
         self.stream = stream
         self.length = length
-        sizes = np.diff(np.append(stream.document_starts, stream.tokens))
-        self.long_documents = int(np.count_nonzero(sizes > length))
+        self.plan: Plan = stream.plan(length, skip_long=skip_long)
+        self.long_documents = self.plan.long_documents
         """Number of documents that are longer than a row."""
-        self.plan: Plan = plan_rows(stream.document_starts, stream.tokens, length, skip_long=skip_long)
         self.rows = self.row_count_with_partial = self.plan.rows
         self._places = np.arange(length, dtype=np.int32)
 
@@ -155,7 +154,8 @@ class Packed:
 
     @property
     def index_bytes(self) -> int:
-        return self.plan.nbytes + self.stream.index_bytes
+        needs_starts = self.plan.folder is None
+        return self.plan.host_bytes + (self.stream.index_bytes if needs_starts else 0)
 
     def read(self, rows: Sequence[int] | np.ndarray) -> Rows:
         row_numbers = np.asarray(rows, np.int64)
@@ -164,6 +164,7 @@ class Packed:
         lengths = self.plan.length[pieces]
         opens = self.plan.opens[pieces]
         filled = np.bincount(row, weights=lengths, minlength=len(row_numbers)).astype(np.int64)
+        self._check_pieces(starts, lengths, filled)
         # The column of a piece is the number of tokens in all pieces before it, less those in earlier rows.
         column = np.cumsum(lengths) - lengths - (np.cumsum(filled) - filled)[row]
         slices = [
@@ -201,6 +202,14 @@ class Packed:
         pieces, _ = self.plan.pieces(np.array([row]))
         offsets = expand_ranges(self.plan.start[pieces], self.plan.length[pieces])
         return np.concatenate([offsets, np.full(self.length - len(offsets), -1)])
+
+    def _check_pieces(self, starts: np.ndarray, lengths: np.ndarray, filled: np.ndarray) -> None:
+        """Raises `ConfigError` if pieces of a mapped plan do not lie in the stream, or do not fit into their rows."""
+        if self.plan.folder is None:
+            return
+        is_outside = (lengths < 1) | (starts < 0) | (starts + lengths > self.stream.tokens)
+        if is_outside.any() or (filled > self.length).any():
+            raise damaged_index_error(self.plan.folder, "a row holds tokens that are not in the data")
 
     def _inputs(
         self, targets: np.ndarray, row: np.ndarray, column: np.ndarray, starts: np.ndarray, opens: np.ndarray

@@ -233,10 +233,11 @@ class Sources:
         return next(iter(self.parts.values()))
 
 
-def open_sources(settings: Data, run_dir: str | Path | None = None) -> Sources:
+def open_sources(settings: Data, run_dir: str | Path | None = None, *, check_files: bool = True) -> Sources:
     """Opens the sources of a config. Raises `ConfigError` if data is missing or damaged, or if vocabularies differ.
 
-    The indices of Grain datasets, which take long to build, are stored in `run_dir`.
+    The indices of Grain datasets, which take long to build, are stored in `run_dir`. Without `check_files`, only
+    manifests of prepared data are read; `check_sources` checks the other files.
     """
     named = settings.named_sources
     if settings.synthetic is not None:
@@ -264,7 +265,6 @@ def open_sources(settings: Data, run_dir: str | Path | None = None) -> Sources:
                 f"data.eval_sets.{name}: it was prepared with a different tokenizer than the training data; prepare it "
                 "with the same tokenizer"
             )
-        _check(eval_set)
     for name, part in parts.items():
         if (part.vocab_size, part.tokenizer) != expected:
             problem = (
@@ -274,16 +274,17 @@ def open_sources(settings: Data, run_dir: str | Path | None = None) -> Sources:
                 "with the same tokenizer"
             )
             raise ConfigError(f"data.sources: {next(iter(parts))} and {name} {problem}")
-    for part in parts.values():
-        _check(part)
+    if check_files:
+        check_sources(sources)
     _ = sources.chat  # raises an error if the sources have different chat templates
     return sources
 
 
-def _check(part: Part) -> None:
-    """Checks the files of a source. Raises `UnreadableError` if one is missing or damaged."""
-    with _reading(part.path):
-        part.check()
+def check_sources(sources: Sources) -> None:
+    """Checks the files of all sources. Raises `UnreadableError` if one is missing or damaged."""
+    for part in (*sources.eval_sets.values(), *sources.parts.values()):
+        with _reading(part.path):
+            part.check()
 
 
 @contextmanager

@@ -7,6 +7,7 @@
     DIR/SPLIT/documents-SHARD.npy  int64 [documents]: offset in this shard at which each document starts
     DIR/SPLIT/origins-SHARD.npy    int64 [documents, 2]: number of the input file, and of the record in it (from 1)
     DIR/SPLIT/learn-SHARD.npy      uint8 per token: 0 if it is not a target; only if `learn_mask` is true
+    DIR/index                      document starts and plans of large splits, which can be written again; see `index.py`
 
 A split is one stream that is cut into shards, so a document may continue in the next shard. `numpy.load` opens the
 files. They are memory-mapped and read a batch at a time, which delivers several times as many tokens per CPU time as a
@@ -21,18 +22,21 @@ import errno
 import functools
 import hashlib
 import json
-import os
+import math
 import stat
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
 from jaxmnt.data.chat.template import ChatFormat
+from jaxmnt.data.index import FOLDER as INDEX_FOLDER
+from jaxmnt.data.index import SplitIndex, index_files
 from jaxmnt.data.manifest import (
     CHAT_TEMPLATE_FILE,
     HOW_TO_PREPARE,
@@ -41,9 +45,12 @@ from jaxmnt.data.manifest import (
     SPLITS,
     UNSEALED,
     content_digest,
+    file_digest,
     read_manifest,
 )
+from jaxmnt.data.npy_files import HEADER_BYTES, is_mapped, map_array
 from jaxmnt.data.open_shards import LazyShards
+from jaxmnt.data.packing import Plan, damaged_index_error, plan_rows
 from jaxmnt.errors import ConfigError, UserError, printable
 from jaxmnt.storage import read
 
@@ -53,6 +60,10 @@ _KINDS = {
 }  # fmt: skip
 """For each kind of file: its dtype (None for the dtype in the manifest), and the entry of a shard that has its
 length."""
+
+
+_LOOKUPS_AT_A_TIME = 16
+"""Number of files whose sizes are looked up at the same time."""
 
 
 class Origin(NamedTuple):
@@ -82,13 +93,17 @@ class TokenStream(ABC):
 
     @property
     def index_bytes(self) -> int:
-        """Host memory of the document boundaries, in bytes."""
-        return self.document_starts.nbytes
+        """Host memory of the document boundaries, in bytes. Mapped files take none."""
+        return 0 if is_mapped(self.document_starts) else self.document_starts.nbytes
 
     @functools.cached_property
     def document_starts(self) -> np.ndarray:
         """Offset in the stream of each document's first token; int64, loaded on first use."""
         return self._document_starts()
+
+    def plan(self, row_length: int, *, skip_long: bool) -> Plan:
+        """Returns the plan of packed rows of `row_length` tokens. With `skip_long`, longer documents are left out."""
+        return plan_rows(self.document_starts, self.tokens, row_length, skip_long=skip_long)
 
     def documents(self, offsets: np.ndarray) -> np.ndarray:
         """Returns the number of the document that contains each offset."""
@@ -133,13 +148,14 @@ class StoredTokens(TokenStream):
         end_of_document: int | None,
         learn: Sequence[np.ndarray] | None = None,
         *,
+        index: SplitIndex | None = None,
         lengths: Sequence[int] | None = None,
         ids: int | None = None,
         folder: Path = Path(),
         names: Sequence[str] = (),
     ):
         """`tokens` and `learn` hold the tokens and the target mask of each shard. `lengths` are the numbers of tokens
-        of the shards; None if `tokens` is a list of arrays.
+        of the shards; None if `tokens` is a list of arrays. `index` has the plans of packed rows; None to compute them.
 
         `ids`, the exclusive upper bound of valid tokens, is set if the shards may hold invalid ones. An error then
         names the shard by `folder` and `names`.
@@ -147,8 +163,13 @@ class StoredTokens(TokenStream):
         self._bounds = np.cumsum([0, *(map(len, tokens) if lengths is None else lengths)])
         self._shards = {"tokens": tokens} | ({} if learn is None else {"weights": learn})
         super().__init__(document_starts, end_of_document)
-        self._ids, self._folder, self._names = ids, folder, names
+        self._ids, self._folder, self._names, self._index = ids, folder, names, index
         self.tokens, self.has_learn_mask = int(self._bounds[-1]), learn is not None
+
+    def plan(self, row_length: int, *, skip_long: bool) -> Plan:
+        if self._index is None:
+            return super().plan(row_length, skip_long=skip_long)
+        return self._index.plan(row_length, skip_long=skip_long)
 
     def read_all(self, starts: np.ndarray, outs: Sequence[np.ndarray], field: str = "tokens") -> None:
         """Copies each range with one slice, unless the range crosses the end of a shard."""
@@ -262,21 +283,35 @@ class PreparedData:
 
         Reading raises `ConfigError` for a shard that is missing or does not match the manifest.
         """
-        shards = self._shards(split)
+        shards, index = self._shards(split), self.index(split)
         lazy = lambda kind: LazyShards(len(shards), lambda number: self._load(split, kind, shards[number]))
         return StoredTokens(
             lazy("tokens"),
-            lambda: self._document_starts(split),
+            index.document_starts,
             self.manifest["tokenizer"]["end_of_document"],
             lazy("learn") if self.manifest["learn_mask"] else None,
+            index=index,
             lengths=[shard["tokens"] for shard in shards],
             ids=self.ids,
             folder=self.path / split,
             names=[f"tokens-{shard['name']}.npy" for shard in shards],
         )
 
+    def index(self, split: str) -> SplitIndex:
+        """Returns the document starts and plans of a split, which are mapped if it has an index."""
+        return SplitIndex(
+            self.path / INDEX_FOLDER,
+            split,
+            self.digest,
+            self.documents(split),
+            self.tokens(split),
+            lambda: self.starts_by_shard(split),
+            self.manifest.get("index", {}),
+        )
+
     def check(self) -> None:
-        """Checks that every file exists, and that shards have the right type and size.
+        """Checks that every file exists and has the right size, with one look-up for each. Types are checked when
+        shards are opened.
 
         Raises `ConfigError` for the first that does not.
         """
@@ -286,10 +321,12 @@ class PreparedData:
                     f"data.path: {self.path / name} cannot be read (No such file or directory); {HOW_TO_REPAIR}"
                 )
         kinds = ("tokens", "documents", "origins", *(("learn",) if self.manifest["learn_mask"] else ()))
-        for split in SPLITS:
-            for shard in self._shards(split):
-                for kind in kinds:
-                    self._load(split, kind, shard)
+        files = [(split, kind, shard) for split in SPLITS for shard in self._shards(split) for kind in kinds]
+        with ThreadPoolExecutor(_LOOKUPS_AT_A_TIME) as pool:  # because each waits for the storage
+            has_right_size = pool.map(lambda file: self._has_right_size(*file), files)
+            for file, is_right in zip(files, has_right_size, strict=True):
+                if not is_right:
+                    self._load(*file)  # raises an error that says what is wrong
 
     def origin(self, split: str, document: int) -> Origin:
         """Returns the origin of a document, given its number in the split."""
@@ -306,19 +343,22 @@ class PreparedData:
         raise IndexError("no such document")
 
     def files(self) -> Iterator[tuple[str, str]]:
-        """Yields the name, relative to the directory, and the SHA-256 of every file that the manifest lists, in
-        order."""
+        """Yields the name, relative to the directory, and the SHA-256 of every file, in order: of those that the
+        manifest lists, and of the index."""
         yield from sorted(self.manifest["files"].items())
         for split in SPLITS:
             for shard in self._shards(split):
                 for name, digest in sorted(shard["sha256"].items()):
                     yield f"{split}/{name}", digest
+        yield from index_files(self.path / INDEX_FOLDER, self.digest, self.manifest.get("index", {}))
 
     def verify(self, progress: Callable[[str], None] = lambda name: None) -> None:
         """Compares every file with its digest. Raises `ConfigError` for the first that has changed."""
         for name, expected in self.files():
             progress(name)
             if file_digest(self.path / name) != expected:
+                if name.startswith(f"{INDEX_FOLDER}/"):
+                    raise damaged_index_error(self.path / INDEX_FOLDER, f"the SHA-256 of {name} differs")
                 raise ConfigError(
                     f"data.path: {self.path / name} is damaged: its SHA-256 differs from that in the manifest; "
                     f"{HOW_TO_REPAIR}"
@@ -336,10 +376,10 @@ class PreparedData:
             raise ConfigError(f"data.path: {path} is damaged: it holds entries that are not names; {HOW_TO_REPAIR}")
         return names
 
-    def _document_starts(self, split: str) -> np.ndarray:
-        """Returns the offset of each document in the stream. Raises `ConfigError` if the offsets are invalid."""
+    def starts_by_shard(self, split: str) -> Iterator[np.ndarray]:
+        """Yields the offset in the stream of each document, int64, shard by shard. Raises `ConfigError` if the offsets
+        are invalid."""
         first = 0  # offset of the shard in the stream
-        starts = [np.zeros(0, np.int64)]
         for shard in self._shards(split):
             shard_starts = self._load(split, "documents", shard)
             are_valid = not len(shard_starts) or (
@@ -353,18 +393,36 @@ class PreparedData:
                     f"data.path: {self.path / split} is damaged: the documents of documents-{shard['name']}.npy do not "
                     f"start one after another within its {shard['tokens']} tokens; {HOW_TO_REPAIR}"
                 )
-            starts.append(shard_starts + first)
+            yield shard_starts + first
             first += shard["tokens"]
-        return np.concatenate(starts)
 
     def _shards(self, split: str) -> list[dict[str, Any]]:
         return self.manifest["splits"][split]["shards"]
 
+    def _layout(self, kind: str) -> tuple[np.dtype, tuple[int, ...], str]:
+        """Returns the dtype of a kind of file, the shape of its elements, and the entry of a shard that has their
+        number."""
+        dtype_name, unit = _KINDS[kind]
+        return np.dtype(dtype_name or self.manifest["dtype"]), (2,) if kind == "origins" else (), unit
+
+    def _shard_path(self, split: str, kind: str, shard: dict[str, Any]) -> Path:
+        return self.path / split / f"{kind}-{shard['name']}.npy"
+
+    def _has_right_size(self, split: str, kind: str, shard: dict[str, Any]) -> bool:
+        """Returns True if a file of a shard exists and has the size that `prepare` gives it."""
+        dtype, element_shape, unit = self._layout(kind)
+        expected = HEADER_BYTES + shard[unit] * dtype.itemsize * math.prod(element_shape)
+        try:
+            status = self._shard_path(split, kind, shard).stat()
+        except OSError:
+            return False
+        return stat.S_ISREG(status.st_mode) and status.st_size == expected
+
     def _load(self, split: str, kind: str, shard: dict[str, Any]) -> np.ndarray:
         """Memory-maps a file of a shard. Raises `ConfigError` unless its type, shape and size match the manifest."""
-        path = self.path / split / f"{kind}-{shard['name']}.npy"
+        path = self._shard_path(split, kind, shard)
         try:
-            array, size = _map_array(path)
+            array, file_bytes, expected_bytes = map_array(path)
         except Exception as error:  # NumPy may raise any exception for a damaged header
             if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
                 raise UserError(f"{path} cannot be opened: {error.strerror}; raise the limit with ulimit -n") from error
@@ -372,42 +430,16 @@ class PreparedData:
             raise ConfigError(
                 f"data.path: {path} cannot be read ({printable(reason[:200])}); {HOW_TO_REPAIR}"
             ) from error
-        dtype_name, unit = _KINDS[kind]
-        dtype = np.dtype(dtype_name or self.manifest["dtype"])
-        row_shape = (2,) if kind == "origins" else ()
-        if array.dtype != dtype or array.shape[1:] != row_shape or array.ndim == 0 or not array.flags.c_contiguous:
+        dtype, row_shape, unit = self._layout(kind)
+        if file_bytes != expected_bytes:
+            problem = f"has {file_bytes} bytes, but its header says {expected_bytes}"
+        elif array.dtype != dtype or array.shape[1:] != row_shape or array.ndim == 0 or not array.flags.c_contiguous:
             problem = f"holds {array.dtype} of shape {array.shape}, but must hold {dtype}"
         elif len(array) != shard[unit]:
             problem = f"has {len(array)} {unit}, but the manifest says {shard[unit]}"
-        elif size != array.offset + array.nbytes:
-            problem = f"has {size} bytes, but its header says {array.offset + array.nbytes}"
         else:
             return array
         raise ConfigError(f"data.path: {path} {problem}; {HOW_TO_REPAIR}")
-
-
-def _map_array(path: Path) -> tuple[np.memmap, int]:
-    """Memory-maps a .npy file, and returns its size in bytes. Looks up the path once, because storage may be slow.
-
-    Raises `OSError` if the path is not a file, and any exception of NumPy for a damaged header.
-    """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe must not block
-    with os.fdopen(descriptor, "rb") as stream:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise OSError(errno.EINVAL, "it is not a file")
-        version = np.lib.format.read_magic(stream)
-        read_header = {
-            (1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0,
-        }.get(version)  # fmt: skip
-        if read_header is None:
-            raise ValueError(f"its format version is {version[0]}.{version[1]}")
-        shape, is_fortran_order, dtype = read_header(stream)
-        if dtype.hasobject:
-            raise ValueError("it holds Python objects")
-        order: Literal["C", "F"] = "F" if is_fortran_order else "C"
-        array = np.memmap(stream, dtype, "r", stream.tell(), shape, order)
-    return array, status.st_size
 
 
 def open_prepared(path: str | Path, key: str = "data.path") -> PreparedData:
@@ -419,12 +451,3 @@ def open_prepared(path: str | Path, key: str = "data.path") -> PreparedData:
     if not directory.is_dir():
         raise ConfigError(f"{key}: {path} is not a directory; {HOW_TO_PREPARE}")
     return PreparedData(directory, read_manifest(directory, key))
-
-
-def file_digest(path: Path) -> str:
-    """Returns the SHA-256 of a file, in hex. Raises `ConfigError` if the file cannot be read."""
-    try:
-        with path.open("rb") as stream:
-            return hashlib.file_digest(stream, "sha256").hexdigest()
-    except OSError as error:
-        raise ConfigError(f"data.path: {path} cannot be read ({error.strerror}); copy or prepare it again") from error

@@ -3,6 +3,7 @@
 import sys
 from argparse import Namespace
 from contextlib import ExitStack
+from functools import partial
 
 from jaxmnt.commands import run_command
 from jaxmnt.config import load_config
@@ -36,11 +37,11 @@ def _check(config: Config, options: Namespace, identity: Identity, work: Work) -
     """Joins the other processes, runs all checks and reports their results. Returns the exit code."""
     prepare(config)
 
-    from jaxmnt.data.sources import open_sources
     from jaxmnt.distributed.process_group import joined_process_group
     from jaxmnt.distributed.termination import ExitHandler
     from jaxmnt.preflight.checks import run_all_checks
     from jaxmnt.preflight.links import configure_nccl_logs
+    from jaxmnt.run.changes import digest_of_data
     from jaxmnt.run.compile_cache import cache_single_cpu_programs_only
 
     cache_single_cpu_programs_only()
@@ -55,9 +56,8 @@ def _check(config: Config, options: Namespace, identity: Identity, work: Work) -
                 # The status line is cleared at the end, even if another thread ends the process.
                 stack.callback(work.does, "")
                 stack.enter_context(exit_handler.with_hook(lambda _: work.does("")))
-                heartbeat = stack.enter_context(
-                    joined_process_group(identity, config, exit_handler, lambda: open_sources(config.data).digest)
-                )
+                data_digest = partial(digest_of_data, config, check_files=identity.process_id == 0)
+                heartbeat = stack.enter_context(joined_process_group(identity, config, exit_handler, data_digest))
                 work.does("checking" if identity.process_id == 0 else "")
                 rows = run_all_checks(config, identity, heartbeat, nccl_logs, options.calibrate)
         except UserError as error:

@@ -5,16 +5,20 @@ from pathlib import Path
 
 from jaxmnt.commands import write_file
 from jaxmnt.config.schema import Config
+from jaxmnt.data.sources import check_sources, open_sources
+from jaxmnt.distributed.coordination import gather
 from jaxmnt.distributed.heartbeat import Heartbeat
 from jaxmnt.distributed.identity import Identity
 from jaxmnt.distributed.process_group import host_names
+from jaxmnt.errors import ConfigError, counted
 from jaxmnt.parallel.sharding import build_mesh
 from jaxmnt.preflight import links
 from jaxmnt.preflight.compare import broadcast_rows, process_hosts, quick_checks, shared_directories, thorough_rows
 from jaxmnt.preflight.directory import room_rows, write_rate_rows
 from jaxmnt.preflight.facts import exchange_facts, quick_facts, thorough_facts
 from jaxmnt.preflight.network import megabits
-from jaxmnt.preflight.table import Row, describe_hosts, failures, ok_row
+from jaxmnt.preflight.table import Row, describe_hosts, failed_row, failures, ok_row
+from jaxmnt.run.data_copies import compare_copies
 
 
 def run_all_checks(
@@ -38,6 +42,7 @@ def run_all_checks(
         machines = host_names(identity)
         host_of = lambda device: machines[device.process_index]
         mesh = build_mesh(config.mesh, host_of=host_of)
+        rows += _data_rows(config, identity, hosts)
         rows += room_rows(config, host_of) if is_first else []
         rows += links.matmul_rows(identity, hosts)
         rows += links.pair_rows(identity, hosts, {facts["host"]: megabits(facts) for facts in all_facts})
@@ -46,6 +51,27 @@ def run_all_checks(
         if calibration is not None and not failures(broadcast_rows(rows, identity)):
             rows += _calibration_rows(calibration, identity)
     return broadcast_rows(rows, identity)
+
+
+def _data_rows(config: Config, identity: Identity, hosts: list[str]) -> list[Row]:
+    """Checks the files of the data on hosts that do not read those of process 0. Only process 0 gets rows."""
+    sources = open_sources(config.data, check_files=identity.alone)
+    problem = ""
+    is_own = compare_copies(sources, True, identity).is_own
+    if not is_own:
+        try:
+            check_sources(sources)
+        except ConfigError as error:
+            problem = str(error)
+    answers = gather("the files of the data", [is_own, problem], identity)
+    if answers is None:
+        return []
+    failed = [
+        failed_row("data", host, problem, "") for host, (_, problem) in zip(hosts, answers, strict=True) if problem
+    ]
+    copies = sum(not is_own for is_own, _ in answers)
+    finding = f"complete, also in the copies of {counted(copies, 'process', 'processes')}" if copies else "complete"
+    return failed or [ok_row("data", describe_hosts(hosts), finding)]
 
 
 def _calibration_rows(path: Path, identity: Identity) -> list[Row]:

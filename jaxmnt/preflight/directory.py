@@ -170,7 +170,7 @@ def room_rows(config: Config, host_of: HostOf) -> list[Row]:
     """Checks that the disk has room for the next checkpoint and for all that are kept. Compiles nothing."""
     import jax
 
-    data = open_sources(config.data)
+    data = open_sources(config.data, check_files=False)  # `data_rows` has checked them
     spec = build_spec(fit_to_data(config, data), data.vocab_size, jax.devices(), host_of)
     state = stored_bytes(canonical_abstract(spec, abstract_state(spec)))
     required = space_needed(state, jax.process_count())

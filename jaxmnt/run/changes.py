@@ -218,10 +218,11 @@ def _first_unread_row(checkpoint: Committed) -> int:
     return int(skipped.row_numbers(np.array([last_taken]))[0]) + 1
 
 
-def digest_of_data(config: Config) -> str:
-    """Opens the data sources of the config and returns one digest of them all."""
+def digest_of_data(config: Config, *, check_files: bool) -> str:
+    """Opens the data sources of the config and returns one digest of them all. `check_files` is that of
+    `open_sources`."""
     with unreadable_is_retryable(config):
-        return open_sources(config.data).digest
+        return open_sources(config.data, check_files=check_files).digest
 
 
 # -- how a change affects the learning rate of the next step

@@ -1,22 +1,30 @@
 """Prepares a run's data on every host, plans its rows, and makes the feed that reads its batches."""
 
+import socket
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from jaxmnt.config.schema import Config
-from jaxmnt.data.batches import TrainingData, training_rows
+from jaxmnt.data.batches import TrainingData, index_keys, training_rows
 from jaxmnt.data.feed import Feed, process_rows
 from jaxmnt.data.grain_source import GrainData
+from jaxmnt.data.index import FOLDER as INDEX_FOLDER
+from jaxmnt.data.index_files import how_to_index, missing_indices, write_indices
 from jaxmnt.data.sources import Sources, fit_to_data, open_sources, stage
 from jaxmnt.data.store import PreparedData
 from jaxmnt.distributed.coordination import barrier_or_raise
 from jaxmnt.distributed.process_group import host_names
-from jaxmnt.errors import UserError
+from jaxmnt.errors import PreflightError, UserError, remark
+from jaxmnt.run.data_copies import check_own_copy, compare_copies
 from jaxmnt.run.rundir import run_file_of, unreadable_is_retryable
 from jaxmnt.run.values import RunProcess, RunWithData
 from jaxmnt.training.compile import Program
 
+_INDEX_TIMEOUT_SECONDS = 60.0
+"""Maximum time until a network file system shows an index that another host wrote."""
+_POLL_SECONDS = 0.5
 _DATA_TIMEOUT_SECONDS = 12 * 3600.0
 """Timeout for all processes to prepare the data. Copying or checking terabytes takes hours. The heartbeat detects dead
 hosts earlier."""
@@ -79,22 +87,71 @@ def _may_be_branch(config: Config) -> bool:
 
 
 def _prepare_data(run: RunProcess) -> Sources:
+    """Opens the data, checks it on hosts that have a copy of their own, and writes or awaits its indices."""
     settings = run.config.data
     with unreadable_is_retryable(run.config):
-        data = open_sources(settings, run.config.run.dir)
-    if not settings.verify and settings.stage_dir is None:
-        return data
+        data = open_sources(settings, run.config.run.dir, check_files=run.identity.alone)
+    with _fail_together("process 0 has the indices of the data", run):
+        if run.identity.process_id == 0:
+            _write_indices(run, data)
+    first_copy = compare_copies(data, not _missing_indices(run.config, data), run.identity)
     with _fail_together("the data is ready on every host", run):
+        if not first_copy.is_own:
+            check_own_copy(data)
+            _write_indices(run, data)
+        elif first_copy.has_indices:
+            _await_indices(run.config, data)
         if settings.stage_dir is not None:
             folder = Path(settings.stage_dir)
             show_copying = lambda name: run.status.update(f"data    copying {name} to {folder}")
             prepared_parts = {name: part for name, part in data.parts.items() if isinstance(part, PreparedData)}
             data = data.at({name: stage(part, folder, show_copying) for name, part in prepared_parts.items()})
+            _write_indices(run, data)
         if settings.verify:
             for part in (*data.parts.values(), *data.eval_sets.values()):
                 if not isinstance(part, GrainData):
                     part.verify(_progress_callback(run, "checking"))
     return data
+
+
+def _write_indices(run: RunProcess, sources: Sources) -> None:
+    """Writes the indices that the rows of the config need and that the data does not have yet.
+
+    If this process must not write to the data, each process computes their contents in memory.
+    """
+    show = lambda text: run.status.update(f"data    {text}")
+    for part, keys in index_keys(run.config, sources):
+        try:
+            written = write_indices(part, keys, show)
+        except OSError as error:
+            remark(
+                f"data.path: the index in {part.path} cannot be written ({error.strerror or error}), so every process "
+                f"computes it in its memory at every start; write it with: {how_to_index(part.path, keys)}"
+            )
+            continue
+        for path in written:
+            run.status.line(f"data    wrote the index {path}")
+
+
+def _missing_indices(config: Config, sources: Sources) -> list[str]:
+    """Returns the names of the indices that the rows of the config need and that the data does not have."""
+    return [
+        f"{part.path}/{INDEX_FOLDER}/{key.name}.json"
+        for part, keys in index_keys(config, sources)
+        for key in missing_indices(part, keys)
+    ]
+
+
+def _await_indices(config: Config, sources: Sources) -> None:
+    """Waits until this host sees all indices, which process 0 has seen. Raises `PreflightError` if it never does."""
+    deadline = time.monotonic() + _INDEX_TIMEOUT_SECONDS
+    while missing := _missing_indices(config, sources):
+        if time.monotonic() > deadline:
+            raise PreflightError(
+                f"data.path: process 0 reads {missing[0]}, but {socket.gethostname()} does not see it; check that both "
+                "have mounted the same file system"
+            )
+        time.sleep(_POLL_SECONDS)
 
 
 def _progress_callback(run: RunProcess, activity: str) -> Callable[[str], None]:

@@ -6,13 +6,14 @@ from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
 from jaxmnt import storage
+from jaxmnt.data.attempts import Attempt
 from jaxmnt.data.manifest import SPLITS, sealed_text, unsealed
-from jaxmnt.data.preparation.attempts import Attempt
+from jaxmnt.data.npy_files import NpyWriter
 from jaxmnt.data.preparation.documents import Counts, Document, Report, Segment
 from jaxmnt.data.preparation.encoding import encode_documents
 from jaxmnt.data.preparation.inputs import Input, Part, Settings, raise_unreadable
@@ -20,7 +21,6 @@ from jaxmnt.data.preparation.json_lines import read_compressed, read_lines
 from jaxmnt.data.preparation.markup import open_markup
 from jaxmnt.data.preparation.parquet import read_parquet
 from jaxmnt.data.preparation.text import read_text, read_tokens
-from jaxmnt.data.store import file_digest
 from jaxmnt.data.tokenizer import Tokenizer
 from jaxmnt.errors import ConfigError, printable
 from jaxmnt.storage import publish
@@ -29,8 +29,6 @@ from jaxmnt.strict_json import json_text
 WORK = "work"
 """Name of the folder in the output that holds an unfinished preparation."""
 
-_HEADER_BYTES = 128
-"""Size of the header of a .npy file."""
 _TOKENS_PER_WRITE = 2**20
 """Number of tokens to count and write at a time. Counting takes 8 bytes per token."""
 
@@ -65,29 +63,6 @@ class Job:
     def dtype(self) -> np.dtype:
         """The smallest unsigned type that can hold every token id."""
         return np.min_scalar_type(self.settings.reading.vocab_size - 1)
-
-
-class NpyWriter:
-    """Writes a one-dimensional .npy file piece by piece, and publishes it when it is complete."""
-
-    def __init__(self, path: Path, attempt: Attempt, dtype: np.dtype):
-        self._path, self._attempt, self._dtype = path, attempt, dtype
-        self.length = 0
-        """Number of elements so far."""
-        self._file: BinaryIO = attempt.temporary(path).open("xb", buffering=2**20)
-        self._file.write(b"\0" * _HEADER_BYTES)
-
-    def append(self, values: np.ndarray) -> None:
-        self._file.write(values.astype(self._dtype, copy=False).data)
-        self.length += len(values)
-
-    def close(self) -> str:
-        """Publishes the complete file, durably, and returns its SHA-256."""
-        self._file.seek(0)
-        self._file.write(_npy_header(self._dtype, self.length))
-        self._attempt.publish(self._file, self._path)
-        self._file.close()
-        return file_digest(self._path)
 
 
 class ShardWriter:
@@ -216,13 +191,6 @@ def _damaged(path: Path) -> ConfigError:
         f"--output: {path} of an unfinished preparation is damaged, or of an older version; remove the output and "
         "prepare the data again"
     )
-
-
-def _npy_header(dtype: np.dtype, length: int) -> bytes:
-    """Returns a .npy header of format version 1.0, padded to a fixed size, so that it can be written last."""
-    text = repr({"descr": dtype.newbyteorder("<").str, "fortran_order": False, "shape": (length,)})
-    padded = text.ljust(_HEADER_BYTES - 11) + "\n"
-    return b"\x93NUMPY\x01\x00" + len(padded).to_bytes(2, "little") + padded.encode("ascii")
 
 
 def read_part(part: Part, report: Report) -> Iterator[Document]:

@@ -7,7 +7,7 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -16,7 +16,12 @@ from typing import Any
 import numpy as np
 
 from jaxmnt import storage
+from jaxmnt.data.attempts import NAME_OF_ATTEMPT, Attempt
 from jaxmnt.data.chat.template import ChatFormat
+from jaxmnt.data.index import CONTENTS as INDEX_CONTENTS
+from jaxmnt.data.index import FOLDER as INDEX_FOLDER
+from jaxmnt.data.index import IndexKey
+from jaxmnt.data.index_files import RunTasks, write_indices
 from jaxmnt.data.manifest import (
     CHAT_TEMPLATE_FILE,
     FORMAT,
@@ -26,9 +31,9 @@ from jaxmnt.data.manifest import (
     SPLITS,
     TOKENIZER_FILE,
     VERSION,
+    file_digest,
     sealed_text,
 )
-from jaxmnt.data.preparation.attempts import NAME_OF_ATTEMPT, Attempt
 from jaxmnt.data.preparation.documents import Counts
 from jaxmnt.data.preparation.inputs import Input, LeftOut, Settings
 from jaxmnt.data.preparation.markup import chat_format_of
@@ -41,7 +46,7 @@ from jaxmnt.data.preparation.part import (
     save_array,
     write_record,
 )
-from jaxmnt.data.store import file_digest
+from jaxmnt.data.store import PreparedData
 from jaxmnt.data.tokenizer import Tokenizer, file_of_tokenizer
 from jaxmnt.errors import ConfigError, counted, printable
 from jaxmnt.strict_json import json_text
@@ -50,6 +55,9 @@ _PLAN = "plan.json"
 _CHAT_VERSION = 2
 """Version of the conversion of conversations to text. Preparations of version 1, which dropped fields, are not
 resumed."""
+
+_CHANGEABLE_SETTINGS = ("workers", "skip_bad", "packed_lengths")
+"""Settings that may change when a preparation is resumed."""
 
 _SHARD_FILE = r"[0-9]{5,}-[0-9]{2,}\.npy"
 _NAMES_BEFORE_PLAN = re.compile(r"lock|\.plan\.json\.tmp", re.ASCII)
@@ -125,6 +133,9 @@ def _discard(output: Path) -> bool:
         for split in SPLITS:
             _remove(output / split, _SPLIT_CONTENTS)
             (output / split).rmdir()
+        if (output / INDEX_FOLDER).exists():
+            _remove(output / INDEX_FOLDER, INDEX_CONTENTS)
+            (output / INDEX_FOLDER).rmdir()
         for name in (TOKENIZER_FILE, CHAT_TEMPLATE_FILE):
             if _is_own_file(output / name):
                 (output / name).unlink()
@@ -174,9 +185,9 @@ def _is_own_file(path: Path) -> bool:
 def _make_plan(inputs: list[Input], settings: Settings) -> dict[str, Any]:
     """Returns the inputs and settings that determine the output, as JSON values.
 
-    `skip_bad` is left out, because it does not affect parts that are already done.
+    Settings that do not affect parts that are already done are left out.
     """
-    output_settings = {name: value for name, value in asdict(settings).items() if name not in ("workers", "skip_bad")}
+    output_settings = {name: value for name, value in asdict(settings).items() if name not in _CHANGEABLE_SETTINGS}
     path = file_of_tokenizer(settings.tokenizer or "")
     plan: dict[str, Any] = {
         "version": VERSION,
@@ -211,6 +222,7 @@ def check_plan(job: Job) -> None:
             )
         (output / TOKENIZER_FILE).unlink(missing_ok=True)
         _remove(work, _PARTS_CONTENTS)
+        _remove(output / INDEX_FOLDER, INDEX_CONTENTS)
         for split in SPLITS:
             _remove(output / split, _SPLIT_CONTENTS)
     if stored_plan != plan:
@@ -313,9 +325,11 @@ def _some_of(names: list[str], number: int) -> str:
     return f"{', '.join(map(printable, names[:3]))}{', …' if number > 3 else ''}"
 
 
-def commit(job: Job, tokenizer: Tokenizer | None, not_read: LeftOut) -> Summary:
-    """Combines the records of all parts, and writes the manifest. Raises `ConfigError` if there is nothing to train
-    on."""
+def commit(job: Job, tokenizer: Tokenizer | None, not_read: LeftOut, run_tasks: RunTasks) -> Summary:
+    """Combines the records of all parts, and writes the index and the manifest. `run_tasks` plans packed rows.
+
+    Raises `ConfigError` if there is nothing to train on.
+    """
     records = [read_record(job.record_path(part.number)) for part in job.parts]
     attempt = Attempt(job.work)
     splits = _splits_of(job, records, attempt)
@@ -349,6 +363,7 @@ def commit(job: Job, tokenizer: Tokenizer | None, not_read: LeftOut) -> Summary:
     with attempt.writing(job.output / SOURCES, replace=True) as stream:
         stream.writelines((json_text(file.name) + "\n").encode() for file in job.inputs)
     manifest = _manifest(job, tokenizer, summary, splits, records)
+    manifest |= _write_index(PreparedData(job.output, manifest), job.settings.packed_lengths, run_tasks)
     with attempt.writing(job.output / MANIFEST) as stream:
         stream.write(sealed_text(manifest).encode())
     return summary
@@ -391,6 +406,16 @@ def _manifest(
         "files": {name: file_digest(job.output / name) for name in names},
         "splits": splits,
     } | chat
+
+
+def _write_index(prepared: PreparedData, packed_lengths: Sequence[int], run_tasks: RunTasks) -> dict[str, Any]:
+    """Writes the index of the data, and returns its entry for the manifest; empty for data with few documents."""
+    keys = [IndexKey(split, length) for split in SPLITS for length in packed_lengths]
+    write_indices(prepared, keys, run_tasks=run_tasks)
+    names = [f"{key.name}.json" for split in SPLITS for key in (IndexKey(split), *keys) if key.split == split]
+    folder = prepared.path / INDEX_FOLDER
+    written = {name: file_digest(folder / name) for name in names if (folder / name).exists()}
+    return {"index": written} if written else {}
 
 
 def _chat_format(job: Job, tokenizer: Tokenizer | None, summary: Summary) -> ChatFormat | None:

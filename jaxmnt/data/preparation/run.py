@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from jaxmnt import storage
+from jaxmnt.data.attempts import remove_leftovers
+from jaxmnt.data.index_files import Window, Work
 from jaxmnt.data.manifest import BYTES, MAX_VOCABULARY, TOKENIZER_FILE
-from jaxmnt.data.preparation.attempts import remove_leftovers
 from jaxmnt.data.preparation.inputs import (
     Input,
     Part,
@@ -36,6 +37,9 @@ from jaxmnt.storage import publish
 
 _MAX_TRAINING_CHARACTERS = 2**28
 """Maximum number of characters on which a tokenizer is trained. They are taken evenly from all parts."""
+
+PREPARING = "preparing"
+"""Name of the activity in which all input is read."""
 
 Progress = Callable[[str, int, int], None]
 """Function that is called with the current activity, the number of bytes done, and the total number of bytes."""
@@ -121,9 +125,8 @@ def _train(job: Job, vocab_size: int, progress: Progress) -> str:
 
 _POLL_SECONDS = 0.2
 
-Work = Callable[[Any, Callable[[int], None]], object]
-"""Function that processes the task that is its first argument, and calls its second argument with each number of bytes
-that it has read."""
+_START_BYTES = 8
+"""Number of bytes in which the index stores where a document starts."""
 
 
 class StoppedError(Exception):
@@ -164,7 +167,7 @@ def run(
     except BrokenProcessPool as error:
         names = ", ".join(str(task) for task, is_busy in zip(tasks, busy[:], strict=True) if is_busy)
         raise UserError(
-            f"a worker was killed; inputs being read: {names or 'none yet'}; memory may have run out, or a file may "
+            f"a worker was killed; work in progress: {names or 'none yet'}; memory may have run out, or a file may "
             "be damaged; run the same command again with fewer --workers, or leave the file out with --exclude, and it "
             "continues with the parts that are not done"
         ) from error
@@ -244,7 +247,8 @@ def build(
             job = _with_vocabulary(job, tokenizer)
             _prepare_parts(job, tokenizer, progress)
             check_unchanged(inputs)
-            summary = commit(job, tokenizer, not_read)
+            run_tasks = partial(run_windows, workers=settings.workers, progress=progress)
+            summary = commit(job, tokenizer, not_read, run_tasks)
             if not selection.eval_inputs:
                 summary.held_out_by_name = [file.printable_path for file in inputs if file.split == "eval"]
             return summary
@@ -283,11 +287,19 @@ def _prepare_parts(job: Job, tokenizer: Tokenizer | None, progress: Progress) ->
     total = sum(file.size for file in job.inputs)
     remaining = [part for part in job.parts if not job.record_path(part.number).exists()]
     done_before = sum(map(_input_bytes, job.parts)) - sum(map(_input_bytes, remaining))
-    show_progress = lambda done: progress("preparing", min(done_before + done, total), total)
+    show_progress = lambda done: progress(PREPARING, min(done_before + done, total), total)
     show_progress(0)
     description = None if tokenizer is None else tokenizer.description
     run(remaining, partial(_make_work, job, description), job.settings.workers, show_progress)
-    progress("preparing", total, total)
+    progress(PREPARING, total, total)
+
+
+def run_windows(windows: Sequence[Window], make_work: Callable[[], Work], *, workers: int, progress: Progress) -> None:
+    """Plans windows of documents in worker processes. Progress is counted in bytes of document starts."""
+    total = sum(window.documents for window in windows) * _START_BYTES
+    show_progress = lambda documents: progress("indexing", min(documents * _START_BYTES, total), total)
+    show_progress(0)
+    run(windows, make_work, workers, show_progress)
 
 
 def _make_work(job: Job, description: dict[str, Any] | None) -> Work:

@@ -16,8 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-from jaxmnt.data.manifest import SPLITS
-from jaxmnt.data.store import file_digest
+from jaxmnt.data.manifest import SPLITS, file_digest
 from jaxmnt.errors import UserError
 
 NAME_OF_ATTEMPT = r"[A-Za-z0-9_-]{1,64}\.[0-9]{1,10}\.[0-9a-f]{8}"
