@@ -492,11 +492,18 @@ def test_the_reason_is_that_of_who_was_asked(ledger):
 
 
 def test_nodes_that_are_lost_one_after_the_other_do_not_end_a_run(ledger):
-    for _ in range(11):
-        event(ledger, "peer_lost", 0, why="silent", at_fault=1, at_fault_host="n2")
-        assert ended(ledger, 4)[0] == "again"
-    event(ledger, "peer_lost", 0, why="silent", at_fault=1, at_fault_host="n2")
-    assert ended(ledger, 4)[0] == "end", "but not for ever"
+    lose = lambda number: event(
+        ledger, "peer_lost", 0, time=time.time(), why="silent", at_fault=number % 2, at_fault_host=f"n{1 + number % 2}"
+    )
+    began = [time.time() - 60 + number for number in range(11)]
+    for number in range(10):
+        lose(number)
+        assert ended(ledger, 4, began=began[number])[0] == "again", number
+        for file in (ledger.run_dir / "events").iterdir():
+            file.unlink()
+    lose(10)
+    action, why = ended(ledger, 4, began=began[10])
+    assert action == "end" and why.startswith("it failed 11 times within an hour, but 0.00032 times are expected")
 
 
 def test_a_node_that_fails_twice_is_handed_back(ledger):
@@ -524,14 +531,35 @@ def test_starts_that_slurm_cut_off_do_not_count(ledger):
 
 
 def test_starts_that_gain_nothing_come_to_an_end(ledger):
+    """Nothing before a first step; or the same failure in the same step, whose rows are named."""
     answers = []
-    for start in range(4):
-        event(ledger, "failed", why="x")
-        if start == 1:
-            event(ledger, "checkpoint_commit", step=50)
-        answers.append(ended(ledger, 1, start))
-    assert [action for action, _ in answers] == ["again", "again", "again", "end"]
-    assert answers[-1][1] == "3 starts failed without a checkpoint after step 50"
+    for start in range(5):
+        event(ledger, "failed", why=f"x after {start} s")
+        answers.append(ended(ledger, 1, start, began=time.time() - 60 + start))
+    assert [action for action, _ in answers] == ["again"] * 4 + ["end"]
+    assert answers[-1][1] == "5 starts failed in the same way, and no step was gained: x after 0 s"
+
+
+def test_a_step_that_fails_again_and_again_is_named_with_its_rows(ledger):
+    answers = []
+    for start in range(3):
+        event(ledger, "failed", why="boom", step=51, rows=[400, 407])
+        answers.append(ended(ledger, 1, start, began=time.time() - 60 + start))
+    assert [action for action, _ in answers] == ["again", "again", "end"]
+    reason = "it failed 3 times in step 51, in the same way: boom; the rows of that step are 400 to 407"
+    assert answers[-1][1] == reason
+
+
+def test_records_of_an_earlier_version_still_count(ledger):
+    """They have no step, but the newest checkpoint."""
+    for number in range(4):
+        ledger.record_start({
+            "job": "7", "began": float(number), "start": number, "code": 4, "newest": 50, "blamed": None,
+        })  # fmt: skip
+    event(ledger, "failed", why="")
+    assert ended(ledger, 1, 4)[0] == "again", "the first of them may have gained the 50 steps"
+    event(ledger, "failed", why="")
+    assert ended(ledger, 1, 5, began=time.time() - 50)[0] == "end"
 
 
 def test_checkpoints_after_a_fall_back_are_a_gain(ledger):

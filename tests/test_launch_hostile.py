@@ -17,7 +17,7 @@ from jaxmnt.launch.inside import Ledger
 from jaxmnt.launch.inside import decide_after_start as after
 from jaxmnt.launch.inside import decide_before_start as before
 from jaxmnt.launch.job import make_job
-from jaxmnt.launch.ledger import event_marks, events_since
+from jaxmnt.launch.ledger import Outcome, event_marks, events_since
 from jaxmnt.launch.local import launch, local_run
 from jaxmnt.launch.restarts import Restarts
 from jaxmnt.preflight.arguments import parse_arguments
@@ -390,10 +390,11 @@ def test_each_job_of_slurm_has_a_key_of_its_own(asked, tmp_path, monkeypatch):
 
 def test_restarts_that_wait_are_not_counted():
     restarts = Restarts(2, [2, 4])
-    answers = [restarts.decide(75, 4, 0, waited=True) for _ in range(9)]
+    nothing, at = Outcome(None, "", ""), {"devices": 4, "now": 0.0}
+    answers = [restarts.decide(75, 4, 0, nothing, waited=True, **at) for _ in range(9)]
     assert [one.processes for one in answers] == [4, *8 * [2]] and answers[-1].wait_seconds == 60.0
-    assert restarts.decide(1, 2, 0).why == "restart 1 of 2 in 1 s, from step 0"
-    assert Restarts(0).decide(75, 4, 0, waited=True).processes is None, "whoever started us has to"
+    assert restarts.decide(1, 2, 0, nothing, **at).why == "restart 1 of 2 in 1 s, from step 0"
+    assert Restarts(0).decide(75, 4, 0, nothing, waited=True, **at).processes is None, "whoever started us has to"
 
 
 def test_several_processes_need_a_config():

@@ -93,9 +93,10 @@ class Launch(Section):
     gpus_per_node: int = key(8, "Number of GPUs per host; 0: train on CPUs.", ge=0)
     hours: float | None = key(None, "Time limit of a job, in hours. Default: the cluster's own limit.", gt=0)
     warning_seconds: int = key(300, "How many seconds before the end of a job the run is asked to save and stop.", ge=1)
-    restarts: int = key(
-        10, "Maximum number of restarts: in each allocation on Slurm, of the entire JobSet on Kubernetes.", ge=0
-    )
+    restarts: int | None = key(
+        None, "Maximum number of restarts: in each allocation on Slurm, of the entire JobSet on Kubernetes. Default: "
+        "none while the run gains steps and does not fail far more often than expected.", ge=0,
+    )  # fmt: skip
     wait_minutes: float | None = key(
         None, "How long the processes of a job wait for each other at a start. Default: cluster.start_timeout_seconds, "
         "but on Kubernetes 30 minutes if that is not set.", gt=0, le=1440,

@@ -19,6 +19,7 @@ from jaxmnt.config.load import dump_for_hosts
 from jaxmnt.distributed.authentication import RUN_KEY, RUN_KEY_BYTES
 from jaxmnt.distributed.launchers import DEFAULT_PORT
 from jaxmnt.errors import ConfigError, UserError, printable, remark
+from jaxmnt.fleet.restart_policy import max_jobset_restarts
 from jaxmnt.launch.job import Job, environment, exit_on_failure, fill_template, require_run_key, template
 from jaxmnt.strict_json import json_text
 
@@ -148,7 +149,10 @@ def _jobset(job: Job, name: str, config_name: str, metadata: Manifest) -> Manife
     jobset: Manifest = yaml.safe_load(template("jobset.yaml"))
     jobset["metadata"], spec = metadata, jobset["spec"]
     spec["network"]["subdomain"] = name
-    spec["failurePolicy"]["maxRestarts"] = launch.restarts
+    devices = launch.nodes * max(1, launch.gpus_per_node)
+    spec["failurePolicy"]["maxRestarts"] = (
+        max_jobset_restarts(devices, launch.hours) if launch.restarts is None else launch.restarts
+    )
     workers = spec["replicatedJobs"][0]["template"]["spec"]
     workers["parallelism"] = workers["completions"] = launch.nodes
     coordinator = f"{name}-{_JOB}-0-0.{name}:{DEFAULT_PORT}"

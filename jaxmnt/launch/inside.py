@@ -13,12 +13,20 @@ from pathlib import Path
 from jaxmnt.commands import LOCAL_EXIT_CODES, Parser, path_argument, run_command
 from jaxmnt.distributed.termination import is_device_error
 from jaxmnt.errors import ExitCode
-from jaxmnt.launch.ledger import ABANDONED, BLAMING_EVENTS, EXCEPTION_EVENT, Ledger, Record, peers_never_appeared
-from jaxmnt.telemetry.events import last_commit
+from jaxmnt.fleet.restart_policy import Start, decide, reason_to_give_back, reason_to_give_up
+from jaxmnt.launch.ledger import (
+    ABANDONED,
+    BLAMING_EVENTS,
+    EXCEPTION_EVENT,
+    Ledger,
+    Record,
+    outcome_of,
+    peers_never_appeared,
+)
+from jaxmnt.telemetry.events import is_count, last_commit
 
-_MAX_UNEXPLAINED_FAILURES, _MAX_FAILURES = 3, 12
-"""Numbers of consecutive failed starts without a new checkpoint after which a job ends. The first counts only starts
-without a node to blame, and the second counts all."""
+_DEVICES_PER_NODE = 8
+"""Number of devices of a node, if no process has reported it."""
 _SLURM_STOPS = ("SIGUSR1", "SIGTERM", "the allocation ends")
 """Reasons for a stop after which a run continues in another allocation. A user's STOP and train.stop_after are not
 among them."""
@@ -42,13 +50,14 @@ def decide_before_start(
 
 
 def decide_after_start(
-    ledger: Ledger, code: int, began: float, nodes: list[str], start: int, restarts: int, cancelled: bool, job: str,
-    spare_nodes: int | None = None,
+    ledger: Ledger, code: int, began: float, nodes: list[str], start: int, restarts: int | None, cancelled: bool,
+    job: str, spare_nodes: int | None = None,
 ) -> tuple[str, str]:  # fmt: skip
     """Returns `end`, `requeue` or `again`, and the reason, after a start on `nodes` has ended. `code` is srun's exit
     code.
 
-    `spare_nodes` is the number of additional nodes in the allocation; None if the script does not say.
+    `restarts` is the maximum number of restarts in an allocation, None for no maximum, and `spare_nodes` the number of
+    additional nodes in the allocation, None if the script does not say.
     """
     now = time.time()
     events = _events_on(nodes, ledger.events(began))
@@ -67,10 +76,12 @@ def decide_after_start(
     if blamed is not None:
         ledger.blame(blamed[0], blamed[1], now)
 
+    outcome = outcome_of(ledger.run_dir, events)
     earlier = [record for record in ledger.starts() if record["job"] == job and record.get("began") != began]
     current = {
         "time": now, "began": began, "job": job, "start": start, "nodes": nodes, "code": code, "newest": newest,
         "cancelled": cancelled, "waited": waited, "blamed": None if blamed is None else blamed[0],
+        "step": outcome.step, "cause": outcome.cause,
     }  # fmt: skip
     ledger.record_start(current)
     if cancelled:
@@ -81,7 +92,9 @@ def decide_after_start(
         return _decide_after_waiting(earlier, current, restarts, spare_nodes)
     if stopped:
         return _decide_after_stop(events, newest)
-    return _decide_after_failure(earlier, current, restarts, silent=not events)
+    if not events and not reason_to_give_up(_policy_starts([*earlier, current]), _devices(events, nodes)):
+        return "requeue", "nothing was started"
+    return _decide_after_failure(earlier, current, restarts, spare_nodes, _devices(events, nodes), outcome.details)
 
 
 def _decide_after_stop(events: list[Record], newest: int) -> tuple[str, str]:
@@ -103,51 +116,60 @@ def _decide_after_stop(events: list[Record], newest: int) -> tuple[str, str]:
 
 
 def _decide_after_waiting(
-    earlier: list[Record], current: Record, restarts: int, spare_nodes: int | None
+    earlier: list[Record], current: Record, restarts: int | None, spare_nodes: int | None
 ) -> tuple[str, str]:
     """Decides, after a start in which processes never appeared, whether to start without their node or in another
     allocation. The processes limit the retries themselves, because they end with exit code 2 after a day."""
     blamed = current["blamed"]
-    if blamed and spare_nodes != 0 and current["start"] < restarts and not _tried_twice(earlier, current):
+    may_restart = restarts is None or current["start"] < restarts
+    if blamed and spare_nodes != 0 and may_restart and not reason_to_give_back(_here(earlier, current), spare_nodes):
         return "again", f"{blamed} did not connect; without it if there is another"
     return "requeue", f"{blamed or 'a node'} did not connect"
 
 
-def _decide_after_failure(earlier: list[Record], current: Record, restarts: int, *, silent: bool) -> tuple[str, str]:
-    """Decides what to do after a failed start. `silent` is True if the start has left no event."""
-    start, blamed = current["start"], current["blamed"]
-    unexplained, failures = _failures_without_progress([*earlier, current])
-    if unexplained >= _MAX_UNEXPLAINED_FAILURES or failures >= _MAX_FAILURES:
-        return "end", f"{failures} starts failed without a checkpoint after step {current['newest']}"
-    if silent:
-        return "requeue", "nothing was started"
-    if start >= restarts:
-        return "requeue", f"{start} of {restarts} restarts used in this allocation"
-    if _tried_twice(earlier, current):
-        return "requeue", f"{blamed} was tried twice here"
+def _decide_after_failure(
+    earlier: list[Record], current: Record, restarts: int | None, spare_nodes: int | None, devices: int, details: str
+) -> tuple[str, str]:
+    """Decides what to do after a failed start."""
+    decision = decide(
+        _policy_starts([*earlier, current]),
+        current["start"] + 1,
+        devices,
+        restarts=restarts,
+        spare_nodes=spare_nodes,
+    )
+    if decision.action == "end":
+        return "end", f"{decision.reason}{': ' if details else ''}{details}"
+    if decision.action == "requeue":
+        return "requeue", decision.reason
+    blamed = current["blamed"]
     who = f"without {blamed} if there is another" if blamed else "on the same nodes"
     return "again", f"from step {current['newest']}, {who}"
 
 
-def _tried_twice(earlier: list[Record], current: Record) -> bool:
-    """Returns True if the blamed node was blamed before in this allocation."""
-    start, blamed = current["start"], current["blamed"]
-    in_allocation = earlier[max(0, len(earlier) - start) :] if start > 0 else []
-    return blamed is not None and blamed in [earlier_start["blamed"] for earlier_start in in_allocation]
+def _policy_starts(records: list[Record]) -> list[Start]:
+    """Returns the starts by which a restart is decided. Starts that were cancelled, or in which processes never
+    appeared, do not count."""
+    return [_policy_start(record) for record in records if not record.get("cancelled") and not record.get("waited")]
 
 
-def _failures_without_progress(starts: list[Record]) -> tuple[int, int]:
-    """Returns how many of the last starts failed without a new checkpoint: those without a node to blame, and all of
-    them. Starts that were cancelled, or in which processes never appeared, do not count."""
-    unexplained = failures = 0
-    counted = [start for start in starts if not start.get("cancelled") and not start.get("waited")]
-    for start in reversed(counted):
-        failed = start["code"] not in (ExitCode.FINISHED, ExitCode.STOPPED)
-        if not failed or start["newest"] != starts[-1]["newest"]:
-            break
-        failures += 1
-        unexplained += start["blamed"] is None
-    return unexplained, failures
+def _policy_start(record: Record) -> Start:
+    """Returns a recorded start. Records of earlier versions have the newest checkpoint instead of the step."""
+    failed = record["code"] not in (ExitCode.FINISHED, ExitCode.STOPPED)
+    step = record.get("step", record["newest"] or None)
+    return Start(record.get("time", 0.0), failed, step, record.get("cause", ""), record["blamed"])
+
+
+def _here(earlier: list[Record], current: Record) -> list[Start]:
+    """Returns the starts in the current allocation, of which `current` is the last."""
+    first = max(0, len(earlier) - current["start"])
+    return [_policy_start(record) for record in [*earlier[first:], current]]
+
+
+def _devices(events: list[Record], nodes: list[str]) -> int:
+    """Returns the number of devices of a run, as its start events say."""
+    reported = [event["devices"] for event in events if event["kind"] == "start" and is_count(event.get("devices"))]
+    return reported[0] if reported else _DEVICES_PER_NODE * len(nodes)
 
 
 def _events_on(nodes: list[str], events: list[Record]) -> list[Record]:
@@ -208,6 +230,11 @@ def main(arguments: list[str]) -> int:
     return ExitCode.FINISHED
 
 
+def _restarts(text: str) -> int | None:
+    """Returns the maximum number of restarts in an allocation; None if there is none."""
+    return None if text == "none" else int(text)
+
+
 def _parse(arguments: list[str]) -> argparse.Namespace:
     parser = Parser("python -m jaxmnt.launch.inside", description=__doc__, codes=LOCAL_EXIT_CODES)
     when = parser.add_subparsers(dest="when", required=True)
@@ -222,7 +249,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     after.add_argument("--began", type=float, required=True, help="time at which the start began, in Unix seconds")
     after.add_argument("--nodes", required=True, help="nodes of the start, in the order of the processes")
     after.add_argument("--start", type=int, required=True, help="number of the start in this allocation")
-    after.add_argument("--restarts", type=int, required=True)
+    after.add_argument("--restarts", type=_restarts, required=True, help="maximum number of restarts, or none")
     after.add_argument("--cancelled", choices=("yes", "no"), required=True)
     after.add_argument("--job", required=True)
     after.add_argument("--spare-nodes", type=int, help="spare nodes of the allocation; older scripts do not say")

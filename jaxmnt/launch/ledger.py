@@ -4,12 +4,13 @@ Damaged records must not keep a run from being restarted, so they are set aside 
 """
 
 import json
+import re
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxmnt.distributed.termination import ABANDONED, PEERS
 from jaxmnt.errors import UserError, counted, printable, remark
@@ -23,6 +24,7 @@ from jaxmnt.telemetry.events import (
     is_count,
     is_number,
     is_text,
+    last_logged_step,
     or_null,
     read_lines,
 )
@@ -31,6 +33,11 @@ EXCEPTION_EVENT, TRAINING_EVENT = "failed", "started"
 """Kinds of the events that say that a process has raised an exception, and that the first step is finished."""
 BLAMING_EVENTS = ("peer_lost", "hang", FAILED_START, ABANDONED)
 """Kinds of events that name a host at fault."""
+
+_STEP_EVENTS = (EXCEPTION_EVENT, TRAINING_EVENT, "end", "peer_lost", "hang", FAILED_START, ABANDONED)
+"""Kinds of events that say how far a start has come."""
+_MAX_REASON = 300
+"""Maximum number of characters of a reason that are shown."""
 
 _EXCLUSION_SECONDS = 24 * 3600.0
 """Time for which a node is left out after it was blamed."""
@@ -49,7 +56,10 @@ _START_FIELDS: _Fields = {
     "newest": is_count,
     "blamed": or_null(is_text),
 }
-_OPTIONAL_START_FIELDS: _Fields = {"began": or_null(is_number), "cancelled": is_bool, "waited": is_bool}
+_OPTIONAL_START_FIELDS: _Fields = {
+    "began": or_null(is_number), "cancelled": is_bool, "waited": is_bool, "time": is_number,
+    "step": or_null(is_count), "cause": is_text,
+}  # fmt: skip
 """Fields of the entries in bad_nodes.json and starts.json, with their checks."""
 
 
@@ -171,6 +181,38 @@ def _mark(name: str, event: Record) -> Mark:
 
 def _sorted_by_time(events: Iterable[Record]) -> list[Record]:
     return sorted(events, key=lambda event: float(event["time"]))
+
+
+class Outcome(NamedTuple):
+    """The progress and the end of a start."""
+
+    step: int | None
+    """The step that the run was taking; None if the start ended before its first step."""
+    cause: str
+    """The first reason that a process gives, with # instead of each number; empty if no process gives any."""
+    details: str
+    """The reason, and the rows of the step, as the processes report them."""
+
+
+def outcome_of(run_dir: Path, events: Iterable[Record]) -> Outcome:
+    """Returns the outcome of a start that has left these events, in order of time."""
+    events = list(events)
+    steps = [int(event["step"]) for event in events if event["kind"] in _STEP_EVENTS and "step" in event]
+    if any(event["kind"] == TRAINING_EVENT for event in events):
+        steps.append(last_logged_step(run_dir))  # if no process could report the end
+    # An exception of a process comes before what others say about its end.
+    reasons = [event for event in events if event.get("why") and event["kind"] in _STEP_EVENTS]
+    reasons.sort(key=lambda event: event["kind"] != EXCEPTION_EVENT)
+    why = str(reasons[0]["why"]) if reasons else ""
+    rows = next((event["rows"] for event in reasons if is_row_range(event.get("rows"))), None)
+    details = printable(why[:_MAX_REASON])
+    if rows is not None:
+        details += f"; the rows of that step are {rows[0]} to {rows[1]}"
+    return Outcome(max(steps, default=None), re.sub(r"\d+", "#", why), details)
+
+
+def is_row_range(value: object) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(map(is_count, value))
 
 
 def peers_never_appeared(events: Iterable[Record]) -> bool:

@@ -27,7 +27,7 @@ from jaxmnt.distributed.identity import VARIABLES
 from jaxmnt.distributed.local_gpus import Neighbours, assigned_gpus, computes_on_cpus, gpus_here, visible_gpus
 from jaxmnt.distributed.malloc import huge_pages
 from jaxmnt.errors import ConfigError, ExitCode, counted, printable, remark
-from jaxmnt.launch.ledger import event_marks, events_since, peers_never_appeared
+from jaxmnt.launch.ledger import event_marks, events_since, outcome_of, peers_never_appeared
 from jaxmnt.launch.restarts import Restarts
 from jaxmnt.output import limit_output_waits
 from jaxmnt.run.arguments import parse_arguments
@@ -93,8 +93,16 @@ def launch(local: LocalCommand, processes: int, restarts: Restarts) -> int:
             if group.signals:
                 return code
 
-            waited = code == ExitCode.STOPPED and peers_never_appeared(events_since(run_dir, earlier))
-            verdict = restarts.decide(code, processes, last_commit(run_dir), waited=waited)
+            events = events_since(run_dir, earlier)
+            verdict = restarts.decide(
+                code,
+                processes,
+                last_commit(run_dir),
+                outcome_of(run_dir, events),
+                devices=processes * (local.devices or 1),
+                now=time.time(),
+                waited=code == ExitCode.STOPPED and peers_never_appeared(events),
+            )
             if verdict.why:
                 remark(verdict.why)
             if verdict.processes is None:

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 from jaxmnt.config.schema import Config
 from jaxmnt.errors import ConfigError, ExitCode
+from jaxmnt.fleet.restart_policy import Start, failures_without_gain, reason_to_give_up
 from jaxmnt.launch.job import check_batch
+from jaxmnt.launch.ledger import Outcome
 
-_MAX_FAILURES = 3
-"""Number of consecutive failed starts without a new checkpoint after which a run is given up."""
 _MIN_WAIT_SECONDS, _MAX_WAIT_SECONDS = 1.0, 60.0
 """Bounds of the time before a restart, which doubles with each failure."""
 
@@ -30,41 +30,49 @@ class Verdict:
 
 class Restarts:
     """Decides about the restarts of one run, of which there are at most `max_restarts`. The time before a restart
-    doubles with each failure, until there is a new checkpoint."""
+    doubles with each failure, until a step is gained."""
 
     def __init__(self, max_restarts: int, counts: list[int] | None = None):
         """`counts` are the numbers of processes with which the run may continue, if not only with the first number."""
         self._max_restarts, self._counts = max_restarts, sorted(counts or [])
-        self._restarts_done = self._failures = self._absences = 0
-        self._newest: int | None = None
+        self._restarts_done = self._absences = 0
+        self._starts: list[Start] = []
 
-    def decide(self, code: int, processes: int, newest: int, *, waited: bool = False) -> Verdict:
+    def decide(
+        self,
+        code: int,
+        processes: int,
+        newest: int,
+        outcome: Outcome,
+        *,
+        devices: int,
+        now: float,
+        waited: bool = False,
+    ) -> Verdict:
         """Decides about the next start after a start with `processes` processes has ended with `code`.
 
-        `newest` is the step of the checkpoint that the run wrote last, or 0 if it has none. Any change of it counts as
-        progress, even to a lower step, because the run may have fallen back from a damaged checkpoint and have written
-        others since. `waited` is True for a start that was abandoned because a process never appeared. It counts
-        neither as a failure nor as a restart.
+        `newest` is the step of the checkpoint that the run wrote last, or 0 if it has none, and `outcome` says how far
+        the start has come and why it ended. `now` is the time in Unix seconds. `waited` is True for a start that was
+        abandoned because a process never appeared. It counts neither as a failure nor as a restart.
         """
         if self._max_restarts == 0 or (code in _FINAL_CODES and not waited):
             return Verdict()
         if waited:
             self._absences += 1
             return self._next_start("a process did not appear: started again", processes, newest, self._absences)
-        has_progress = self._newest is None or newest != self._newest
-        self._newest, self._absences = newest, 0
-        self._failures = 1 if has_progress else self._failures + 1
-        if self._failures >= _MAX_FAILURES:
-            return Verdict(why=f"given up: {_MAX_FAILURES} starts failed without a checkpoint after step {newest}")
+        self._absences = 0
+        self._starts.append(Start(now, True, outcome.step, outcome.cause))
+        if reason := reason_to_give_up(self._starts, devices):
+            return Verdict(why=f"given up: {reason}{': ' if outcome.details else ''}{outcome.details}")
         if self._restarts_done >= self._max_restarts:
             return Verdict(why=f"given up after {self._restarts_done} restarts (--max-restarts)")
         self._restarts_done += 1
-        return self._next_start(
-            f"restart {self._restarts_done} of {self._max_restarts}", processes, newest, self._failures
-        )
+        has_gained = any(start.step for start in self._starts)
+        failures = len(failures_without_gain(self._starts)) + has_gained  # including the one after the last gain
+        return self._next_start(f"restart {self._restarts_done} of {self._max_restarts}", processes, newest, failures)
 
     def _next_start(self, event: str, processes: int, newest: int, attempt: int) -> Verdict:
-        """Returns the decision to start again. This is attempt number `attempt` without a new checkpoint. From the
+        """Returns the decision to start again. This is attempt number `attempt` without a step gained. From the
         second attempt on, it has fewer processes if that is allowed."""
         wait = min(_MIN_WAIT_SECONDS * 2 ** min(attempt - 1, 10), _MAX_WAIT_SECONDS)
         fewer_processes = [count for count in self._counts if count < processes]

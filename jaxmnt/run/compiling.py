@@ -1,6 +1,7 @@
 """Compiles the training step of a run, before the first batch is read."""
 
 from collections.abc import Callable
+from typing import Any
 
 from jaxmnt.config.schema import Config
 from jaxmnt.distributed.coordination import barrier
@@ -72,5 +73,16 @@ def _begin_events(run: OpenedRun) -> Events:
         clock_ahead=run.heartbeat.clock, log_bytes=log_sizes(run.directory, process), **environment,
     )  # fmt: skip
     run.resources.callback(events.close)
-    run.resources.enter_context(run.heartbeat.exit_handler.with_hook(lambda reason: note_exit_reason(events, reason)))
+    record = lambda reason: note_exit_reason(events, reason, **_position_in_steps(run))
+    run.resources.enter_context(run.heartbeat.exit_handler.with_hook(record))
     return events
+
+
+def _position_in_steps(run: OpenedRun) -> dict[str, Any]:
+    """Returns the step that this process is taking, with the numbers of the first and last row of its batch. Empty
+    before the first step."""
+    step = run.watchdog.position().step
+    if not step:
+        return {}
+    last_row = run.config.data.global_batch_size - 1
+    return {"step": step, "rows": run.training_data.order.numbers(step - 1, [0, last_row]).tolist()}

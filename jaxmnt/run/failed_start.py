@@ -2,7 +2,7 @@
 
 import socket
 from contextlib import ExitStack, suppress
-from typing import Self
+from typing import Any, Self
 
 from jaxmnt.config.schema import Config
 from jaxmnt.distributed.identity import Identity
@@ -95,8 +95,9 @@ class FailedStartRecorder:
             note_exit_reason(self._open_events(), exit_reason)
 
 
-def note_exit_reason(events: Events, exit_reason: ExitReason) -> None:
-    """Writes the event about the end of this process and its reason."""
+def note_exit_reason(events: Events, exit_reason: ExitReason, **position: Any) -> None:
+    """Writes the event about the end of this process and its reason. `position` has the step that the process was
+    taking."""
     start_details = {}
     if isinstance(exit_reason, AbandonedStart):
         start_details = {
@@ -112,4 +113,5 @@ def note_exit_reason(events: Events, exit_reason: ExitReason) -> None:
         at_fault=exit_reason.process,
         at_fault_host=exit_reason.host,
         by_itself=exit_reason.by_itself,
+        **position,
     )

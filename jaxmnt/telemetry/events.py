@@ -226,6 +226,9 @@ def peak_host_bytes() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
+_TAIL_BYTES = 1 << 16
+"""Number of bytes at the end of metrics.jsonl in which the newest step is looked for."""
+
 FAILED_START = "start_failed"
 """Kind of the event for a start that failed before the run was opened."""
 
@@ -279,6 +282,18 @@ def log_sizes(run_dir: Path, process: int) -> dict[str, int]:
     """Returns the size in bytes of each log file of a process that is not empty."""
     sizes = {name: path.stat().st_size for name in log_files(process) if (path := run_dir / name).is_file()}
     return {name: size for name, size in sizes.items() if size}
+
+
+def last_logged_step(run_dir: Path) -> int:
+    """Returns the highest step among the newest lines of metrics.jsonl; 0 if they name none."""
+    path = run_dir / METRICS
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            lines = file.read().split(b"\n")
+    except OSError:
+        return 0
+    return max((record["step"] for line in lines if (record := parse(line)) and record["kind"] == "train"), default=0)
 
 
 def last_commit(run_dir: Path) -> int:

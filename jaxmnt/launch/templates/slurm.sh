@@ -3,7 +3,7 @@
 
 # Starts the run on @nodes@ of the allocation's nodes, again without a node that has failed, and asks Slurm for another
 # allocation when that cannot be done here or the time is over. What to do is decided by jaxmnt.launch.inside.
-# The job is requeued @requeues@ times at most, and in each allocation the run is started again @restarts@ times at most.
+# The job is requeued @requeues@ times at most, and in each allocation the run is started again @restart_limit@.
 @limit@set -o pipefail
 cd @directory@ || exit 1
 
