@@ -14,6 +14,7 @@ COMMANDS = {
     "checkpoint": ("jaxmnt.checkpoint.__main__", "list, verify, show, compare and export checkpoints"),
     "preflight": ("jaxmnt.preflight.__main__", "check the hosts of a run and the network between them"),
     "plan": ("jaxmnt.plan.__main__", "find the best mesh for a run, and what the run takes and costs"),
+    "simulate": ("jaxmnt.simulate", "simulate the failures and restarts of a long run on many GPUs"),
     "launch": ("jaxmnt.launch.__main__", "start the processes of a run"),
     "bench": ("jaxmnt.bench.__main__", "measure how a run scales over processes"),
     "drill": ("jaxmnt.drill.__main__", "inject the failures of a long run into a small version of its config"),
