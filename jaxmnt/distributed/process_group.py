@@ -20,8 +20,9 @@ from jaxmnt.config.schema import Config
 from jaxmnt.distributed import authentication, rendezvous
 from jaxmnt.distributed.addresses import listening_address
 from jaxmnt.distributed.container import text_in_file
-from jaxmnt.distributed.coordination import all_gather
+from jaxmnt.distributed.coordination import broadcast, gather
 from jaxmnt.distributed.heartbeat import Heartbeat
+from jaxmnt.distributed.host_table import pack_hosts, unpack_hosts
 from jaxmnt.distributed.identity import Identity
 from jaxmnt.distributed.termination import EarlyExit, ExitHandler, is_connection_error, may_mean_a_lost_peer
 from jaxmnt.errors import ConfigError, PeerError, UserError, code_of, summary
@@ -156,11 +157,18 @@ def host_names(identity: Identity) -> dict[int, str]:
     """
     if identity.alone:
         return {0: socket.gethostname()}
-    machines = all_gather("every process has named its host", (machine_id(), socket.gethostname()), identity)
+    machines = gather("every process has named its host", (machine_id(), socket.gethostname()), identity)
+    if machines is None:
+        return unpack_hosts(broadcast("the hosts", None, identity))
     names: dict[str, str] = {}
+    taken: set[str] = set()
     for process, (machine, host) in enumerate(machines):
-        names.setdefault(machine, f"{host} (of process {process})" if host in names.values() else host)
-    return {process: names[machine] for process, (machine, _) in enumerate(machines)}
+        if machine not in names:
+            names[machine] = f"{host} (of process {process})" if host in taken else host
+            taken.add(names[machine])
+    hosts = [names[machine] for machine, _ in machines]
+    broadcast("the hosts", pack_hosts(hosts), identity)
+    return dict(enumerate(hosts))
 
 
 def machine_id() -> str:

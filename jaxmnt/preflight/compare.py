@@ -1,5 +1,6 @@
 """Compares the facts of all hosts and reports problems, in a preflight and at each start of a run."""
 
+import json
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -10,9 +11,10 @@ from jaxmnt.distributed.coordination import broadcast
 from jaxmnt.distributed.identity import Identity
 from jaxmnt.errors import PreflightError
 from jaxmnt.preflight.directory import shared_rows
-from jaxmnt.preflight.facts import Facts, exchange_facts, quick_facts
+from jaxmnt.preflight.facts import Facts, gather_facts, quick_facts
 from jaxmnt.preflight.network import Interface, active_ports, interfaces_up, nccl_interface
 from jaxmnt.preflight.table import Row, describe_hosts, failed_row, failures, from_json, ok_row, to_json, warning_row
+from jaxmnt.strict_json import json_text
 from jaxmnt.units import size
 
 MAX_CLOCK_DIFFERENCE_SECONDS = 1.0
@@ -240,20 +242,31 @@ def check_hosts(config: Config, identity: Identity, clock: tuple[float, float]) 
     own_facts = quick_facts(clock)  # may raise, also if there is only one process
     if identity.alone:
         return
-    all_facts = exchange_facts("what the start looks at", own_facts, identity)
-    failed_rows = failures(broadcast_rows(quick_checks(config, identity, all_facts), identity))
-    if failed_rows:
-        more_failures = f" (and {len(failed_rows) - 1} more: see jaxmnt.preflight)" if failed_rows[1:] else ""
-        hosts = process_hosts(all_facts)
-        hosts_at_fault = [row.where for row in failed_rows if row.where in hosts]
-        raise PreflightError(f"{failed_rows[0]}{more_failures}").blaming(hosts=hosts_at_fault)
+    # Process 0 compares the facts and answers with one verdict, so that a start sends few bytes on any number of hosts.
+    all_facts = gather_facts("what the start looks at", own_facts, identity)
+    failed_rows = failures(quick_checks(config, identity, all_facts))
+    verdict = None if all_facts is None else _verdict(failed_rows, process_hosts(all_facts))
+    message, hosts_at_fault = json.loads(broadcast("what was found", verdict, identity))
+    if message:
+        raise PreflightError(message).blaming(hosts=hosts_at_fault)
 
 
-def quick_checks(config: Config, identity: Identity, all_facts: list[Facts]) -> list[Row]:
-    """Runs the checks of each start. All processes take part with the same `all_facts`, and process 0 gets the rows."""
-    rows = quick_rows(all_facts) if identity.process_id == 0 else []
+def _verdict(failed_rows: Sequence[Row], hosts: Sequence[str]) -> str:
+    """Returns the answer of process 0 to all processes: a message, which is empty if no row failed, and the hosts at
+    fault."""
+    if not failed_rows:
+        return json_text(["", []])
+    more_failures = f" (and {len(failed_rows) - 1} more: see jaxmnt.preflight)" if failed_rows[1:] else ""
+    hosts_at_fault = [row.where for row in failed_rows if row.where in hosts]
+    return json_text([f"{failed_rows[0]}{more_failures}", hosts_at_fault])
+
+
+def quick_checks(config: Config, identity: Identity, all_facts: list[Facts] | None) -> list[Row]:
+    """Runs the checks of each start. All processes take part, and process 0, which needs `all_facts`, gets the rows."""
+    rows = quick_rows(all_facts) if all_facts is not None and identity.process_id == 0 else []
+    hosts = [] if all_facts is None else process_hosts(all_facts)
     for directory in shared_directories(config):
-        rows += shared_rows(directory, identity, process_hosts(all_facts))
+        rows += shared_rows(directory, identity, hosts)
     return rows
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxmnt.distributed.container import cores, host_memory_bytes
-from jaxmnt.distributed.coordination import all_gather
+from jaxmnt.distributed.coordination import all_gather, gather
 from jaxmnt.distributed.identity import Identity
 from jaxmnt.distributed.local_gpus import visible_gpus
 from jaxmnt.distributed.process_group import environment_digest, machine_id
@@ -99,12 +99,24 @@ def thorough_facts() -> Facts:
     } | gpu_facts()
 
 
+def gather_facts(name: str, facts: Facts, identity: Identity) -> list[Facts] | None:
+    """Sends the facts of this process to process 0, which gets the facts of all processes, in the order of the
+    processes; the others get None."""
+    all_facts = gather(name, facts, identity)
+    return None if all_facts is None else _with_unique_hosts(all_facts)
+
+
 def exchange_facts(name: str, facts: Facts, identity: Identity) -> list[Facts]:
     """Sends the facts of this process to the others. Returns the facts of all processes, in the order of the processes.
 
-    If several machines have the same host name, the process number is appended to the name of all but the first.
+    The bytes that process 0 sends grow with the square of the number of processes, so a start uses `gather_facts`.
     """
-    all_facts: list[Facts] = all_gather(name, facts, identity)
+    return _with_unique_hosts(all_gather(name, facts, identity))
+
+
+def _with_unique_hosts(all_facts: list[Facts]) -> list[Facts]:
+    """Returns the facts of all processes. If several machines have the same host name, the process number is appended
+    to the name of all but the first."""
     machine_of: dict[str, str] = {}
     for process, facts in enumerate(all_facts):
         if machine_of.setdefault(facts["host"], facts["boot"]) != facts["boot"]:
