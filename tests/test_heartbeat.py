@@ -12,10 +12,10 @@ from conftest import events, until
 
 from jaxmnt.config.schema import Watchdog as Limits
 from jaxmnt.distributed import rendezvous
-from jaxmnt.distributed.heartbeat import Heartbeat, ending_on_exceptions_in_threads
+from jaxmnt.distributed.heartbeat import Heartbeat, Link, ending_on_exceptions_in_threads
 from jaxmnt.distributed.identity import Identity
-from jaxmnt.distributed.json_socket import JsonSocket
-from jaxmnt.distributed.messages import Position
+from jaxmnt.distributed.json_socket import MAX_LINE_BYTES, JsonSocket
+from jaxmnt.distributed.messages import Beat, Bye, Position, Verdict
 from jaxmnt.distributed.process_group import reporting_failures
 from jaxmnt.distributed.rendezvous import Peer
 from jaxmnt.distributed.termination import ExitHandler, ExitReason, StoppedError
@@ -199,6 +199,68 @@ def test_a_json_socket_takes_lines_apart_and_knows_the_end():
     with pytest.raises(ConnectionError):
         connection.send({"kind": "beat"})
     connection.close()
+
+
+def test_a_peer_that_reads_nothing_delays_no_other():
+    """Its buffers are full: beats are left out for it, a verdict waits a second for all together. Once it reads again,
+    it gets whole lines."""
+    pairs = {process: socket.socketpair() for process in range(1, 6)}
+    for ours, theirs in pairs.values():
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        theirs.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    link = Link({process: JsonSocket(ours) for process, (ours, _) in pairs.items()})
+    readers = {process: JsonSocket(pairs[process][1]) for process in (1, 2)}
+    heard = dict.fromkeys(readers, 0)
+    began = time.monotonic()
+    for step in range(2000):
+        link.send(Beat(Position(step, "x" * 100)))
+        for process, reader in readers.items():
+            heard[process] += len(reader.receive())
+    assert heard == {1: 2000, 2: 2000} and time.monotonic() - began < 20, "three others read nothing"
+    began = time.monotonic()
+    link.send(Verdict(ExitReason("peer_lost", "process 9 is gone", ExitCode.PEER)))
+    assert time.monotonic() - began < 3
+    late, messages = JsonSocket(pairs[3][1]), []
+    until(lambda: messages.extend(late.receive()) or link.send(Bye()) or messages[-1:] == [{"kind": "bye"}])
+    assert {message["kind"] for message in messages} == {"beat", "verdict", "bye"}
+    assert [message["position"]["step"] for message in messages if message["kind"] == "beat"][:3] == [0, 1, 2]
+
+
+def test_what_ends_a_process_is_handled_before_reports(cluster, monkeypatch):
+    """Reports that take long do not keep a failure from being told."""
+    monkeypatch.setattr("jaxmnt.distributed.heartbeat._MAX_REPORT_SECONDS", 0.01)
+    made = cluster().start()
+    made.heartbeats[0].take_report = lambda process, report: time.sleep(0.05)
+    made.heartbeats[0]._reports.extend((1, [number]) for number in range(2000))
+    until(lambda: len(made.heartbeats[0]._reports) < 2000)
+    began = time.monotonic()
+    made.heartbeats[2].fail("ValueError: boom", ExitCode.FAILURE)
+    made.exit_reasons(0, 1)
+    assert time.monotonic() - began < 5 and made.heartbeats[0]._reports, "they would take 100 s"
+
+
+def test_long_lines_of_one_process_delay_no_verdict(cluster):
+    """As long as a line may be, at every beat."""
+    made, heard = cluster().start(), []
+    made.heartbeats[1].report = lambda: ["x" * (MAX_LINE_BYTES - 1000)]
+    made.heartbeats[0].take_report = lambda process, report: heard.append(process)
+    until(lambda: len(heard) > 3)
+    began = time.monotonic()
+    made.heartbeats[2].fail("ValueError: boom", ExitCode.FAILURE)
+    made.exit_reasons(0, 1)
+    assert time.monotonic() - began < 5
+
+
+def test_five_hundred_that_vanish_at_once_are_one_verdict(cluster):
+    pairs = {process: socket.socketpair() for process in range(1, 501)}
+    exit_handler = Noted()
+    peers = {process: Peer(f"host{process}", JsonSocket(pair[0])) for process, pair in pairs.items()}
+    heartbeat = Heartbeat(Identity(0, 501, "localhost:1"), peers, exit_handler, 900.0, 900.0)
+    heartbeat.start()
+    for _, theirs in pairs.values():
+        theirs.close()
+    assert exit_handler.ended.wait(10)
+    assert "disconnected without a message" in exit_handler.exit_reasons[0].why
 
 
 # The watchdog.

@@ -31,6 +31,10 @@ _DRAIN_TIMEOUT_SECONDS = 1.0
 """Time for which process 0 waits, after its verdict, until the others have disconnected."""
 _LOST_PEER_TIMEOUT_SECONDS = 3.0
 """Time for which other threads wait until the heartbeat's thread has sent a message or has identified a lost peer."""
+_SEND_TIMEOUT_SECONDS, _FLUSH_SECONDS = 1.0, 0.01
+"""Time for which all peers together may take to accept a message, and the interval between two attempts."""
+_MAX_REPORT_SECONDS = 0.2
+"""Time for reports, after which messages that may end this process are handled first."""
 _STACKS_TIMEOUT_SECONDS = 1.0
 """Time for which the heartbeat waits until the stacks are written."""
 _MAX_REASON_CHARACTERS = 10_000
@@ -150,7 +154,8 @@ class Heartbeat:
             if isinstance(event, Beat) and event.report:
                 self._reports.append((process, event.report))
             self._perform(self._detector.on_event(process, event))
-        while self.take_report is not None and self._reports:
+        deadline = time.monotonic() + _MAX_REPORT_SECONDS
+        while self.take_report is not None and self._reports and time.monotonic() < deadline:
             self.take_report(*self._reports.popleft())
 
     def _handle_local_events(self) -> None:
@@ -212,6 +217,14 @@ def ending_on_exceptions_in_threads(heartbeat: Heartbeat) -> Iterator[None]:
         threading.excepthook = previous_hook
 
 
+def _flush(connection: JsonSocket) -> bool:
+    """Sends what is queued for a peer. Returns False if the peer does not accept all of it now."""
+    try:
+        return connection.flush()
+    except OSError:  # the loss of the connection is noticed when it is read
+        return True
+
+
 class Link:
     """Connects a process to its peers with streams of messages. Only `wake` may be called from another thread."""
 
@@ -231,11 +244,21 @@ class Link:
         self._wakeup_write.send(b"!")
 
     def send(self, message: Message) -> None:
-        """Sends a message to all peers."""
+        """Sends a message to all peers. Peers that accept nothing now do not delay the others.
+
+        A beat is not waited for, and is left out for a peer that has not accepted the last one. All peers together get
+        a second to accept any other message.
+        """
         line = encode_line(asdict(message))
+        is_beat = isinstance(message, Beat)
         for connection in self.connections.values():
-            with contextlib.suppress(OSError):  # a peer that cannot receive is detected by its silence
-                connection.send_line(line)
+            if not is_beat or _flush(connection):
+                connection.queue_line(line)
+        deadline = time.monotonic() + (0.0 if is_beat else _SEND_TIMEOUT_SECONDS)
+        pending = [connection for connection in self.connections.values() if not _flush(connection)]
+        while pending and time.monotonic() < deadline:
+            time.sleep(_FLUSH_SECONDS)
+            pending = [connection for connection in pending if not _flush(connection)]
 
     def receive(self, seconds: float) -> Iterator[tuple[int, Message | ConnectionLost]]:
         """Yields each message or loss of a connection, with the number of its process. Waits for at most `seconds`."""
@@ -252,6 +275,8 @@ class Link:
         """Discards messages until every peer has disconnected, for at most `seconds`."""
         deadline = time.monotonic() + seconds
         while self.connections and time.monotonic() < deadline:
+            for connection in self.connections.values():
+                _flush(connection)
             for _ in self.receive(0.05):
                 pass
 

@@ -54,6 +54,7 @@ class JsonSocket:
         self.max_line_bytes = MAX_LINE_BYTES
         """Maximum number of bytes in a line, which is lower during the rendezvous."""
         self._received = b""
+        self._unsent = b""
         self._messages: list[dict[str, Any]] = []
         self._error: ValueError | None = None
         """Error in the line that follows those of `_messages`."""
@@ -66,10 +67,26 @@ class JsonSocket:
         self.send_line(encode_line(message), seconds)
 
     def send_line(self, line: bytes, seconds: float = _SEND_TIMEOUT_SECONDS) -> None:
-        """Sends a message that `encode_line` encoded, for example one that is sent to many peers. Raises the errors of
-        `send`."""
+        """Sends a message that `encode_line` encoded. Raises the errors of `send`."""
         self.connection.settimeout(seconds)
         self.connection.sendall(line)
+
+    def queue_line(self, line: bytes) -> None:
+        """Queues a message that `encode_line` encoded, for `flush`."""
+        self._unsent += line
+
+    def flush(self) -> bool:
+        """Sends as much of the queue as the peer accepts without waiting. Returns True if the queue is empty.
+
+        Raises `OSError` if the peer is gone.
+        """
+        self.connection.settimeout(0.0)
+        try:
+            while self._unsent:
+                self._unsent = self._unsent[self.connection.send(self._unsent) :]
+        except BlockingIOError:
+            return False
+        return True
 
     def receive(self, seconds: float = 0.0) -> list[dict[str, Any]]:
         """Returns the messages that have already arrived, or else those that arrive within `seconds`, if any.

@@ -161,11 +161,11 @@ def host_names(identity: Identity) -> dict[int, str]:
     if machines is None:
         return unpack_hosts(broadcast("the hosts", None, identity))
     names: dict[str, str] = {}
-    taken: set[str] = set()
+    used_names: set[str] = set()
     for process, (machine, host) in enumerate(machines):
         if machine not in names:
-            names[machine] = f"{host} (of process {process})" if host in taken else host
-            taken.add(names[machine])
+            names[machine] = f"{host} (of process {process})" if host in used_names else host
+            used_names.add(names[machine])
     hosts = [names[machine] for machine, _ in machines]
     broadcast("the hosts", pack_hosts(hosts), identity)
     return dict(enumerate(hosts))
