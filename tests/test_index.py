@@ -21,7 +21,7 @@ from jaxmnt.data import index, index_files
 from jaxmnt.data.__main__ import main as data_command
 from jaxmnt.data.batches import EvaluationData, TrainingData, index_keys
 from jaxmnt.data.index import FOLDER, IndexKey
-from jaxmnt.data.index_files import READ_ONLY_ERRORS, missing_indices, write_indices
+from jaxmnt.data.index_files import missing_indices, write_indices
 from jaxmnt.data.manifest import content_digest, sealed_text, unsealed
 from jaxmnt.data.packing import plan_rows
 from jaxmnt.data.preparation.inputs import Selection, Settings
@@ -189,6 +189,19 @@ def test_a_damaged_index_is_one_line_and_can_be_removed(copy, damage, problem):
     assert batches(copy, rows="packed") == before
 
 
+def test_an_index_that_this_user_may_not_read_is_as_none(copy, monkeypatch, capsys):
+    monkeypatch.setattr("jaxmnt.data.packing.plan_rows.__defaults__", (7,))
+    before = batches(copy, rows="packed")
+    write_for(copy, rows="packed")
+
+    def refuse(path, **_):
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(index, "map_array", refuse)
+    assert batches(copy, rows="packed") == before
+    assert "may not be read by this user, so its contents are computed in memory" in capsys.readouterr().err
+
+
 def test_verify_compares_the_index(copy, capsys):
     write_for(copy, rows="packed")
     copy.verify()
@@ -250,7 +263,7 @@ def test_a_writer_that_is_killed_leaves_nothing_that_counts(prepared, tmp_path, 
 
 def test_data_that_must_not_be_written_is_trained_on_without_an_index(tiny, copy, monkeypatch, capsys):
     def refuse(*_):
-        raise OSError(READ_ONLY_ERRORS[-1], os.strerror(errno.EROFS))
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
     config = tiny(f"data.path={copy.path}", "data.rows=packed", "train.steps=6")
     monkeypatch.setattr(run_input, "write_indices", refuse)
@@ -304,4 +317,4 @@ def test_only_a_host_with_files_of_its_own_checks_them(prepared, tmp_path, monke
     shard.unlink()
     data = open_sources(parse_config({"data": {"path": str(tmp_path / "copy")}}).data, check_files=False)
     with pytest.raises(PreflightError, match=f"{shard.name} cannot be read .No such file"):
-        data_copies.check_own_copy(data)
+        data_copies.check_own_copy(data, FIRST)

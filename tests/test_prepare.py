@@ -26,6 +26,8 @@ from jaxmnt.data.attempts import Attempt
 from jaxmnt.data.batches import TrainingData
 from jaxmnt.data.preparation import run
 from jaxmnt.data.preparation.inputs import ReadOptions, Selection, Settings
+from jaxmnt.data.preparation.part import write_record
+from jaxmnt.data.preparation.plan import _make_plan, with_stored_sizes
 from jaxmnt.data.preparation.run import build
 from jaxmnt.data.preparation.text import TEXT_PIECE
 from jaxmnt.data.rows import Windows, batch_digest, row_digests
@@ -734,3 +736,15 @@ def test_prepare_command(texts, tmp_path):
     assert nothing.returncode == 2 and "no files ending in .md" in nothing.stderr
     wrong = command("jaxmnt.prepare", "--input", str(texts), "--output", str(texts))
     assert wrong.returncode == 2 and "is not prepared data" in wrong.stderr
+
+
+def test_an_unfinished_preparation_of_an_earlier_version_keeps_its_sizes(tmp_path):
+    """It has smaller shards, and does not say into how many parts the largest inputs are cut."""
+    (tmp_path / "work").mkdir()
+    assert with_stored_sizes(Settings(), tmp_path) == Settings()
+    plan = _make_plan([], Settings(shard_tokens=2**26, max_parts=None))
+    assert "max_parts" not in plan["settings"], "as an earlier version wrote it"
+    write_record(tmp_path / "work" / "plan.json", plan)
+    assert with_stored_sizes(Settings(), tmp_path) == Settings(shard_tokens=2**26, max_parts=None)
+    write_record(tmp_path / "work" / "plan.json", _make_plan([], Settings()))
+    assert with_stored_sizes(Settings(), tmp_path) == Settings()

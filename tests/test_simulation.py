@@ -48,6 +48,16 @@ def test_time_is_lost_where_the_policy_and_the_start_lose_it():
     assert mean(replace(FLEET, spare_nodes=0), 3) < 0.91 < mean(replace(FLEET, save_minutes=60.0), 3) + 0.05
 
 
+def test_small_and_careless_fleets(capsys):
+    """Fewer GPUs than a node has; and saves so rare that a fault must not bring back what was never saved."""
+    assert main(["--gpus", "4", "--days", "900", "--runs", "1"]) == 0
+    capsys.readouterr()
+    wrong = [rate._replace(kind="wrong") for rate in published_rates()]
+    rare = replace(FLEET, rates=wrong, save_minutes=600.0)
+    often = replace(FLEET, rates=wrong, save_minutes=60.0)
+    assert mean(rare, 3) < mean(often, 3)
+
+
 def test_a_fleet_that_fails_all_the_time_is_given_up_with_words():
     outcome = simulate(replace(FLEET, fault_factor=50.0), 60, 0)
     assert outcome.given_up.startswith("it failed 11 times within an hour") and outcome.total < 86400

@@ -17,15 +17,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxmnt.data.attempts import NAME_OF_ATTEMPT
 from jaxmnt.data.manifest import sealed_text, unsealed
 from jaxmnt.data.npy_files import map_array
 from jaxmnt.data.packing import Plan, damaged_index_error, plan_rows
-from jaxmnt.errors import printable
+from jaxmnt.errors import printable, remark_once
 from jaxmnt.storage import read
 
 FOLDER = "index"
-CONTENTS = re.compile(r"lock|[a-z0-9-]{1,80}\.(json|npy)", re.ASCII)
-"""Names of the files in an index folder, without temporary files."""
+CONTENTS = re.compile(rf"lock|[a-z0-9-]{{1,80}}\.(json|npy|npz)(\.{NAME_OF_ATTEMPT}\.tmp)?", re.ASCII)
+"""Names of the files in an index folder."""
 FORMAT = "jaxmnt-index"
 VERSION = 1
 
@@ -93,7 +94,11 @@ def read_index(folder: Path, key: IndexKey, data_digest: str, expected_digest: s
         return None
     if description["arrays"].keys() != key.dtypes.keys():
         raise damaged_index_error(folder, f"{key.name}.json lists other arrays")
-    arrays = {name: _map(folder, key, name, entry["length"]) for name, entry in description["arrays"].items()}
+    try:
+        arrays = {name: _map(folder, key, name, entry["length"]) for name, entry in description["arrays"].items()}
+    except PermissionError as error:
+        _note_unreadable(error)
+        return None
     return Index(description["counts"], arrays)
 
 
@@ -119,6 +124,9 @@ def read_description(folder: Path, name: str, data_digest: str, expected_digest:
         content = read(description_path(folder, name))
     except FileNotFoundError:
         return None
+    except PermissionError as error:
+        _note_unreadable(error)
+        return None
     except OSError as error:
         raise damaged_index_error(folder, f"{name}.json cannot be read ({error.strerror or error})") from error
     try:
@@ -141,6 +149,14 @@ def read_description(folder: Path, name: str, data_digest: str, expected_digest:
     return description
 
 
+def _note_unreadable(error: PermissionError) -> None:
+    """Says that an index is not used because this user may not read it, as if there were none."""
+    remark_once(
+        f"data.path: {error.filename} may not be read by this user, so its contents are computed in memory; let its "
+        "owner change the permissions"
+    )
+
+
 def _check_description(description: dict[str, Any]) -> None:
     """Checks the types of all fields. Raises `ValueError`."""
     if description.keys() != {"format", "version", "data", "counts", "arrays"}:
@@ -161,6 +177,8 @@ def _map(folder: Path, key: IndexKey, name: str, length: int) -> np.ndarray:
     path = array_path(folder, key.name, name)
     try:
         array, file_bytes, expected_bytes = map_array(path, is_read_in_bits=True)
+    except PermissionError:
+        raise
     except Exception as error:  # NumPy may raise any exception for a damaged header
         reason = getattr(error, "strerror", None) or str(error)
         raise damaged_index_error(folder, f"{path.name} cannot be read ({printable(reason[:_MAX_REASON])})") from error

@@ -25,7 +25,7 @@ from jaxmnt.data.manifest import sealed_text
 from jaxmnt.data.npy_files import NpyWriter
 from jaxmnt.data.packing import WINDOW_DOCUMENTS, plan_window
 from jaxmnt.data.store import PreparedData
-from jaxmnt.errors import UserError, printable
+from jaxmnt.errors import printable
 
 _WINDOWS_AT_A_TIME = 32
 """Number of windows that are planned before their plans are joined, which limits the space of temporary files to 0.5 GB
@@ -33,8 +33,6 @@ for short documents."""
 _POLL_SECONDS = 0.5
 _NO_LOCK_ERRORS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 """Error numbers with which file systems refuse to lock a file."""
-READ_ONLY_ERRORS = (errno.EACCES, errno.EPERM, errno.EROFS)
-"""Error numbers of a folder to which this process must not write."""
 
 Work = Callable[[Any, Callable[[int], None]], object]
 """Function that processes the task that is its first argument, and calls its second argument with each amount of work
@@ -68,7 +66,8 @@ def missing_indices(prepared: PreparedData, keys: Sequence[IndexKey]) -> list[In
 
     Plans are made from document starts, so the document starts come first. Raises `ConfigError` for a damaged index.
     """
-    required = dict.fromkeys(key for plan in keys for key in (IndexKey(plan.split), plan))
+    plans = [key for key in keys if key.row_length is not None]
+    required = dict.fromkeys([*(IndexKey(key.split) for key in keys), *plans])
     return [key for key in required if (index := prepared.index(key.split)).needs_index and index.read(key) is None]
 
 
@@ -81,25 +80,17 @@ def write_indices(
     """Writes the indices that the data needs and does not have yet, and returns the paths of their descriptions.
 
     `show` is called with what this process does, or with the name of the process for which it waits. Raises
-    `ConfigError` for damaged data or a damaged index, `OSError` if this process must not write to the folder, and
-    `UserError` if writing fails otherwise.
+    `ConfigError` for damaged data or a damaged index, and `OSError` if the folder cannot be written.
     """
     if not missing_indices(prepared, keys):
         return []
     folder = prepared.path / FOLDER
     written = []
-    try:
-        with _locked(folder, show):
-            remove_leftovers(folder)
-            for key in missing_indices(prepared, keys):  # again, because another process may just have written them
-                show(f"indexing {prepared.path}: {key.name}")
-                written.append(_write_index(prepared, key, folder, run_tasks))
-    except OSError as error:
-        if error.errno in READ_ONLY_ERRORS:
-            raise
-        raise UserError(
-            f"data.path: the index in {folder} cannot be written: {error.strerror or error}; fix that and try again"
-        ) from error
+    with _locked(folder, show):
+        remove_leftovers(folder)
+        while missing := missing_indices(prepared, keys):  # again, because another process may just have written some
+            show(f"indexing {prepared.path}: {missing[0].name}")
+            written.append(_write_index(prepared, missing[0], folder, run_tasks))
     return written
 
 
@@ -114,10 +105,10 @@ def how_to_index(path: Path, keys: Sequence[IndexKey]) -> str:
 def _write_index(prepared: PreparedData, key: IndexKey, folder: Path, run_tasks: RunTasks) -> Path:
     attempt = Attempt(folder)
     try:
-        for array in key.dtypes:  # files without a description are of a writer that was killed
-            array_path(folder, key.name, array).unlink(missing_ok=True)
+        # Files are replaced, not removed, because another writer may have published them if there are no locks.
         writers = {
-            array: NpyWriter(array_path(folder, key.name, array), attempt, dtype) for array, dtype in key.dtypes.items()
+            array: NpyWriter(array_path(folder, key.name, array), attempt, dtype, replace=True)
+            for array, dtype in key.dtypes.items()
         }
         if key.row_length is None:
             counts = _write_document_starts(prepared, key, writers)
@@ -133,7 +124,7 @@ def _write_index(prepared: PreparedData, key: IndexKey, folder: Path, run_tasks:
         }
         # The description comes last, because it marks the index as complete.
         path = description_path(folder, key.name)
-        with attempt.writing(path) as stream:
+        with attempt.writing(path, replace=True) as stream:
             stream.write(sealed_text(description).encode())
         return path
     finally:

@@ -75,8 +75,8 @@ def unsealed(record: dict[str, Any]) -> dict[str, Any]:
 def content_digest(manifest: dict[str, Any]) -> str:
     """Returns a digest of the contents, independent of their location.
 
-    The digest is computed as in version 2, so that data prepared again from the same input has the digest that earlier
-    runs stored.
+    The digest is computed as in version 2, so that data prepared again from the same input into the same shards has the
+    digest that earlier runs stored.
     """
     content = {name: value for name, value in manifest.items() if name not in ("seal", *_OPTIONAL_FIELDS)}
     content["files"] = {name: digest for name, digest in manifest["files"].items() if name != CHAT_TEMPLATE_FILE}

@@ -21,8 +21,9 @@ _MAX_HEADER_BYTES = 4096
 class NpyWriter:
     """Writes a one-dimensional .npy file piece by piece, and publishes it when it is complete."""
 
-    def __init__(self, path: Path, attempt: Attempt, dtype: np.dtype):
-        self._path, self._attempt, self._dtype = path, attempt, dtype
+    def __init__(self, path: Path, attempt: Attempt, dtype: np.dtype, *, replace: bool = False):
+        """`replace` is that of `Attempt.publish`."""
+        self._path, self._attempt, self._dtype, self._replace = path, attempt, dtype, replace
         self.length = 0
         """Number of elements so far."""
         self._file: BinaryIO = attempt.temporary(path).open("xb", buffering=2**20)
@@ -36,7 +37,7 @@ class NpyWriter:
         """Publishes the complete file, durably, and returns its SHA-256."""
         self._file.seek(0)
         self._file.write(_npy_header(self._dtype, self.length))
-        self._attempt.publish(self._file, self._path)
+        self._attempt.publish(self._file, self._path, self._replace)
         self._file.close()
         return file_digest(self._path)
 

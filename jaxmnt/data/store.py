@@ -254,7 +254,7 @@ class PreparedData:
         template = content.decode()
         return ChatFormat.from_json(self.manifest["chat"], template)
 
-    @property
+    @functools.cached_property
     def digest(self) -> str:
         """Digest of the contents, independent of their location."""
         return content_digest(self.manifest)

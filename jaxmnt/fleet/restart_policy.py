@@ -21,8 +21,9 @@ _WINDOWS = ((3600.0, 10, "an hour"), (86400.0, 50, "a day"))
 """For each window of time: its seconds, the number of failures that it may always have, and its name."""
 _FAULT_FACTOR = 4.0
 """Factor by which the failures in a window may exceed those that are expected."""
-_JOBSET_HOURS = 60 * 24.0
-"""Hours for which a JobSet's restarts suffice if its duration is not known."""
+_JOBSET_SECONDS = 60 * 86400.0
+"""Time for which a JobSet's restarts suffice."""
+_MIN_JOBSET_RESTARTS = 20
 
 
 class Start(NamedTuple):
@@ -38,6 +39,8 @@ class Start(NamedTuple):
     """Description of the failure, in which two failures of one cause are equal."""
     node: str | None = None
     """Node that is blamed for the failure; None if no node is."""
+    checkpoint: int = 0
+    """Step of the checkpoint that the run wrote last; 0 if it has none."""
 
 
 class Decision(NamedTuple):
@@ -54,16 +57,19 @@ def decide(
     *,
     restarts: int | None = None,
     spare_nodes: int | None = None,
+    restarts_done: int | None = None,
 ) -> Decision:
     """Decides what happens after the last of `starts`, which has failed.
 
     The last `in_allocation` starts were in the current allocation. `restarts` is the maximum number of restarts in an
     allocation, None for no maximum, and `spare_nodes` the number of its spare nodes, None if it is not known.
+    `restarts_done` is the number of restarts in the allocation, if other starts than these count as well.
     """
+    restarts_done = in_allocation - 1 if restarts_done is None else restarts_done
     if reason := reason_to_give_up(starts, devices):
         return Decision("end", reason)
-    if restarts is not None and in_allocation > restarts:
-        return Decision("requeue", f"{in_allocation - 1} of {restarts} restarts used in this allocation")
+    if restarts is not None and restarts_done >= restarts:
+        return Decision("requeue", f"{restarts_done} of {restarts} restarts used in this allocation")
     if reason := reason_to_give_back(starts[-in_allocation:], spare_nodes):
         return Decision("requeue", reason)
     return Decision("again")
@@ -97,21 +103,26 @@ def reason_to_give_up(starts: Sequence[Start], devices: int) -> str:
 
 
 def _have_one_cause(first: Start, second: Start) -> bool:
-    return (first.cause, first.node) == (second.cause, second.node)
+    """Returns True if two failures have the same known cause."""
+    is_known = bool(first.cause or first.node)
+    return is_known and (first.cause, first.node) == (second.cause, second.node)
 
 
 def failures_without_gain(starts: Sequence[Start]) -> list[Start]:
     """Returns the last failed starts that did not reach a step beyond those of all earlier starts.
 
-    Steps that are taken again are no gain. A start that gained steps before it failed ends the series.
+    Steps that are taken again are no gain, unless a checkpoint of a later step than at the start before is behind them:
+    after a damaged checkpoint, a run has a long way to go again. A start that gained steps before it failed ends the
+    series.
     """
-    furthest = 0
+    furthest, checkpoint = 0, math.inf
     streak: list[Start] = []
     for start in starts:
-        if start.step is not None and start.step > furthest:
-            furthest, streak = start.step, []
+        if (start.step is not None and start.step > furthest) or start.checkpoint > checkpoint:
+            furthest, streak = max(furthest, start.step or 0), []
         elif start.failed:
             streak.append(start)
+        checkpoint = start.checkpoint
     return streak
 
 
@@ -125,11 +136,12 @@ def max_failures(devices: int, seconds: float, always: int) -> int:
     return max(always, math.ceil(_FAULT_FACTOR * expected_failures(devices, seconds)))
 
 
-def max_jobset_restarts(devices: int, hours: float | None) -> int:
-    """Returns the maximum number of restarts of a JobSet, which cannot judge gains itself. `hours` is its time limit;
-    None for no limit."""
-    _, always, _ = _WINDOWS[-1]
-    return max_failures(devices, 3600 * (hours or _JOBSET_HOURS), always)
+def max_jobset_restarts(devices: int) -> int:
+    """Returns the maximum number of restarts of a JobSet: twice the failures that are expected in 60 days.
+
+    A JobSet has no time limit, and cannot judge gains.
+    """
+    return max(_MIN_JOBSET_RESTARTS, math.ceil(2 * expected_failures(devices, _JOBSET_SECONDS)))
 
 
 def _too_many_failures(failed: Sequence[Start], devices: int) -> str:

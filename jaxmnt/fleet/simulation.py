@@ -166,7 +166,7 @@ class _Simulation:
         if kind == "maintenance" and self._random.random() < self._fleet.warned:
             lost = 0.0  # saved when it was asked to
         if kind == "wrong":
-            lost = min(self._work, self._fleet.wrong_after)
+            lost = max(lost, min(self._work, self._fleet.wrong_after))
         self._work -= lost
         self._committed = self._work
         repeated = min(lost + self._fleet.step / 2, self._outcome.seconds["steps"])
@@ -176,7 +176,7 @@ class _Simulation:
     def _start_again(self, kind: str, step: int | None) -> bool:
         """Decides as launchers do after a failed start. Returns False if the run is given up."""
         fleet = self._fleet
-        nodes = fleet.gpus // fleet.gpus_per_node + fleet.spare_nodes
+        nodes = -(-fleet.gpus // fleet.gpus_per_node) + fleet.spare_nodes
         node = f"node-{self._random.randrange(nodes)}" if kind in _BLAMED_KINDS else None
         self._starts.append(Start(self._now, True, step, kind, node))
         self._in_allocation += 1

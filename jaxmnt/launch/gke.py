@@ -150,9 +150,7 @@ def _jobset(job: Job, name: str, config_name: str, metadata: Manifest) -> Manife
     jobset["metadata"], spec = metadata, jobset["spec"]
     spec["network"]["subdomain"] = name
     devices = launch.nodes * max(1, launch.gpus_per_node)
-    spec["failurePolicy"]["maxRestarts"] = (
-        max_jobset_restarts(devices, launch.hours) if launch.restarts is None else launch.restarts
-    )
+    spec["failurePolicy"]["maxRestarts"] = max_jobset_restarts(devices) if launch.restarts is None else launch.restarts
     workers = spec["replicatedJobs"][0]["template"]["spec"]
     workers["parallelism"] = workers["completions"] = launch.nodes
     coordinator = f"{name}-{_JOB}-0-0.{name}:{DEFAULT_PORT}"

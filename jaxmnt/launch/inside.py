@@ -122,7 +122,8 @@ def _decide_after_waiting(
     allocation. The processes limit the retries themselves, because they end with exit code 2 after a day."""
     blamed = current["blamed"]
     may_restart = restarts is None or current["start"] < restarts
-    if blamed and spare_nodes != 0 and may_restart and not reason_to_give_back(_here(earlier, current), spare_nodes):
+    here = [_policy_start(record) for record in _in_allocation(earlier, current)]
+    if blamed and spare_nodes != 0 and may_restart and not reason_to_give_back(here, spare_nodes):
         return "again", f"{blamed} did not connect; without it if there is another"
     return "requeue", f"{blamed or 'a node'} did not connect"
 
@@ -133,10 +134,11 @@ def _decide_after_failure(
     """Decides what to do after a failed start."""
     decision = decide(
         _policy_starts([*earlier, current]),
-        current["start"] + 1,
+        len(_policy_starts(_in_allocation(earlier, current))),
         devices,
         restarts=restarts,
         spare_nodes=spare_nodes,
+        restarts_done=current["start"],
     )
     if decision.action == "end":
         return "end", f"{decision.reason}{': ' if details else ''}{details}"
@@ -157,13 +159,13 @@ def _policy_start(record: Record) -> Start:
     """Returns a recorded start. Records of earlier versions have the newest checkpoint instead of the step."""
     failed = record["code"] not in (ExitCode.FINISHED, ExitCode.STOPPED)
     step = record.get("step", record["newest"] or None)
-    return Start(record.get("time", 0.0), failed, step, record.get("cause", ""), record["blamed"])
+    cause = record.get("cause", "")
+    return Start(record.get("time", 0.0), failed, step, cause, record["blamed"], record["newest"])
 
 
-def _here(earlier: list[Record], current: Record) -> list[Start]:
+def _in_allocation(earlier: list[Record], current: Record) -> list[Record]:
     """Returns the starts in the current allocation, of which `current` is the last."""
-    first = max(0, len(earlier) - current["start"])
-    return [_policy_start(record) for record in [*earlier[first:], current]]
+    return [*earlier[max(0, len(earlier) - current["start"]) :], current]
 
 
 def _devices(events: list[Record], nodes: list[str]) -> int:

@@ -61,7 +61,7 @@ class Restarts:
             self._absences += 1
             return self._next_start("a process did not appear: started again", processes, newest, self._absences)
         self._absences = 0
-        self._starts.append(Start(now, True, outcome.step, outcome.cause))
+        self._starts.append(Start(now, True, outcome.step, outcome.cause, checkpoint=newest))
         if reason := reason_to_give_up(self._starts, devices):
             return Verdict(why=f"given up: {reason}{': ' if outcome.details else ''}{outcome.details}")
         if self._restarts_done >= self._max_restarts:

@@ -85,4 +85,8 @@ def _position_in_steps(run: OpenedRun) -> dict[str, Any]:
     if not step:
         return {}
     last_row = run.config.data.global_batch_size - 1
-    return {"step": step, "rows": run.training_data.order.numbers(step - 1, [0, last_row]).tolist()}
+    try:
+        rows = run.training_data.order.numbers(step - 1, [0, last_row]).tolist()
+    except Exception:  # the event must be written in any case
+        return {"step": step}
+    return {"step": step, "rows": rows}

@@ -4,6 +4,7 @@ A run on a thousand hosts would otherwise look up every file of a shared file sy
 """
 
 import json
+import socket
 from typing import NamedTuple
 
 from jaxmnt.data.manifest import MANIFEST
@@ -11,7 +12,7 @@ from jaxmnt.data.sources import Sources, check_sources
 from jaxmnt.data.store import PreparedData
 from jaxmnt.distributed.coordination import broadcast
 from jaxmnt.distributed.identity import Identity
-from jaxmnt.errors import ConfigError, PreflightError
+from jaxmnt.errors import ConfigError, PreflightError, UnreadableError, UserError
 from jaxmnt.storage import json_digest
 from jaxmnt.strict_json import json_text
 
@@ -36,12 +37,18 @@ def compare_copies(sources: Sources, has_indices: bool, identity: Identity) -> F
     return FirstCopy(files == first_files, first_has_indices)
 
 
-def check_own_copy(sources: Sources) -> None:
-    """Checks the files of the data on a host that does not read those of process 0. Raises `PreflightError`."""
+def check_own_copy(sources: Sources, identity: Identity) -> None:
+    """Checks the files of the data on a host that does not read those of process 0. Raises `PreflightError`, which
+    blames this host."""
     try:
         check_sources(sources)
     except ConfigError as error:
-        raise PreflightError(str(error)) from error
+        raise blaming_this_host(PreflightError(str(error)), identity) from error
+
+
+def blaming_this_host(error: PreflightError, identity: Identity) -> UserError:
+    """Returns the error, with this host and this process as those at fault."""
+    return error.blaming(hosts=[socket.gethostname()], processes=[identity.process_id])
 
 
 def _files_digest(sources: Sources) -> str:
@@ -54,6 +61,12 @@ def _files_digest(sources: Sources) -> str:
     parts = [part for part in (*sources.parts.values(), *sources.eval_sets.values()) if isinstance(part, PreparedData)]
     facts = []
     for part in parts:
-        status = (part.path / MANIFEST).stat()
+        path = part.path / MANIFEST
+        try:
+            status = path.stat()
+        except OSError as error:
+            raise UnreadableError(
+                f"data.path: {path} cannot be read ({error.strerror}); check that it is mounted and readable"
+            ) from error
         facts.append([status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns])
     return json_digest(facts)

@@ -17,7 +17,7 @@ from jaxmnt.data.store import PreparedData
 from jaxmnt.distributed.coordination import barrier_or_raise
 from jaxmnt.distributed.process_group import host_names
 from jaxmnt.errors import PreflightError, UserError, remark
-from jaxmnt.run.data_copies import check_own_copy, compare_copies
+from jaxmnt.run.data_copies import blaming_this_host, check_own_copy, compare_copies
 from jaxmnt.run.rundir import run_file_of, unreadable_is_retryable
 from jaxmnt.run.values import RunProcess, RunWithData
 from jaxmnt.training.compile import Program
@@ -93,14 +93,15 @@ def _prepare_data(run: RunProcess) -> Sources:
         data = open_sources(settings, run.config.run.dir, check_files=run.identity.alone)
     with _fail_together("process 0 has the indices of the data", run):
         if run.identity.process_id == 0:
-            _write_indices(run, data)
-    first_copy = compare_copies(data, not _missing_indices(run.config, data), run.identity)
+            _write_indices(run, data, may_fail=settings.stage_dir is not None)
+    has_indices = run.identity.process_id == 0 and not _missing_indices(run.config, data)
+    first_copy = compare_copies(data, has_indices, run.identity)
     with _fail_together("the data is ready on every host", run):
         if not first_copy.is_own:
-            check_own_copy(data)
-            _write_indices(run, data)
+            check_own_copy(data, run.identity)
+            _write_indices(run, data, may_fail=settings.stage_dir is not None)
         elif first_copy.has_indices:
-            _await_indices(run.config, data)
+            _await_indices(run, data)
         if settings.stage_dir is not None:
             folder = Path(settings.stage_dir)
             show_copying = lambda name: run.status.update(f"data    copying {name} to {folder}")
@@ -114,16 +115,19 @@ def _prepare_data(run: RunProcess) -> Sources:
     return data
 
 
-def _write_indices(run: RunProcess, sources: Sources) -> None:
+def _write_indices(run: RunProcess, sources: Sources, *, may_fail: bool = False) -> None:
     """Writes the indices that the rows of the config need and that the data does not have yet.
 
-    If this process must not write to the data, each process computes their contents in memory.
+    If that is not possible, a remark says that each process computes their contents in memory. `may_fail` is True if
+    they are written to a local copy later; then there is no remark.
     """
     show = lambda text: run.status.update(f"data    {text}")
     for part, keys in index_keys(run.config, sources):
         try:
             written = write_indices(part, keys, show)
         except OSError as error:
+            if may_fail:
+                continue
             remark(
                 f"data.path: the index in {part.path} cannot be written ({error.strerror or error}), so every process "
                 f"computes it in its memory at every start; write it with: {how_to_index(part.path, keys)}"
@@ -142,15 +146,14 @@ def _missing_indices(config: Config, sources: Sources) -> list[str]:
     ]
 
 
-def _await_indices(config: Config, sources: Sources) -> None:
+def _await_indices(run: RunProcess, sources: Sources) -> None:
     """Waits until this host sees all indices, which process 0 has seen. Raises `PreflightError` if it never does."""
     deadline = time.monotonic() + _INDEX_TIMEOUT_SECONDS
-    while missing := _missing_indices(config, sources):
+    while missing := _missing_indices(run.config, sources):
         if time.monotonic() > deadline:
-            raise PreflightError(
-                f"data.path: process 0 reads {missing[0]}, but {socket.gethostname()} does not see it; check that both "
-                "have mounted the same file system"
-            )
+            problem = f"process 0 reads {missing[0]}, but {socket.gethostname()} does not see it"
+            error = PreflightError(f"data.path: {problem}; check that both have mounted the same file system")
+            raise blaming_this_host(error, run.identity)
         time.sleep(_POLL_SECONDS)
 
 

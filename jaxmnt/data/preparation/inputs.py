@@ -16,6 +16,9 @@ from jaxmnt.errors import ConfigError, how_to_install, printable
 
 SHARD_TOKENS = 2**30
 """Default number of tokens after which a shard ends."""
+MAX_PARTS = 2**12
+"""Default number of parts of the largest inputs. Each part has shards of its own, so this bounds the number of
+files."""
 PACKED_LENGTHS = (4096,)
 """Default lengths of packed rows whose plans are written."""
 
@@ -73,6 +76,8 @@ class Settings:
     packed_lengths: tuple[int, ...] = PACKED_LENGTHS
     """Lengths of packed rows whose plans are written into the index."""
     shard_tokens: int = SHARD_TOKENS
+    max_parts: int | None = MAX_PARTS
+    """Number of parts of the largest inputs, whose parts are larger than others; None for parts of up to 256 MiB."""
     part_bytes: int | None = None
     """Bytes of input per part; None to derive them from the total size."""
 
@@ -91,9 +96,6 @@ _TARGET_PARTS = 64
 """Number of parts into which the input is divided if their size allows it."""
 _MIN_PART_BYTES = 2**22
 _MAX_PART_BYTES = 2**28
-_MAX_PARTS = 2**12
-"""Number of parts of the largest inputs, whose parts are larger than `_MAX_PART_BYTES`. Each part has shards of its
-own, so this bounds the number of files."""
 
 
 @dataclass(frozen=True)
@@ -314,7 +316,8 @@ def cut_into_parts(inputs: Sequence[Input], settings: Settings) -> list[Part]:
     part_bytes = settings.part_bytes
     if part_bytes is None:
         total = sum(file.size for file in inputs)
-        part_bytes = min(max(total // _TARGET_PARTS, _MIN_PART_BYTES), max(_MAX_PART_BYTES, total // _MAX_PARTS))
+        largest = max(_MAX_PART_BYTES, total // settings.max_parts if settings.max_parts else 0)
+        part_bytes = min(max(total // _TARGET_PARTS, _MIN_PART_BYTES), largest)
     groups: list[list[Piece]] = [[]]
     bytes_in_part = 0
     # Fill each part until it reaches part_bytes. An empty file counts as one byte.

@@ -35,7 +35,7 @@ from jaxmnt.data.manifest import (
     sealed_text,
 )
 from jaxmnt.data.preparation.documents import Counts
-from jaxmnt.data.preparation.inputs import Input, LeftOut, Settings
+from jaxmnt.data.preparation.inputs import SHARD_TOKENS, Input, LeftOut, Settings
 from jaxmnt.data.preparation.markup import chat_format_of
 from jaxmnt.data.preparation.part import (
     COUNTED,
@@ -201,10 +201,23 @@ def _make_plan(inputs: list[Input], settings: Settings) -> dict[str, Any]:
     for name, default in (("learn", "answers"), ("chat_format", None), ("chat_date", None)):
         if reading[name] == default:
             del reading[name]
+    if plan["settings"]["max_parts"] is None:
+        del plan["settings"]["max_parts"]
     if not reading["ignored_fields"]:
         del reading["ignored_fields"]
     plan["long_documents"] = {name: reading.pop(name) for name in ("long_documents", "max_document")}
     return json.loads(json_text(plan))
+
+
+def with_stored_sizes(settings: Settings, output: Path) -> Settings:
+    """Returns the settings with the sizes of shards and parts of the unfinished preparation in `output`, if there is
+    one. Earlier versions made smaller ones."""
+    path = output / WORK / _PLAN
+    if settings.shard_tokens != SHARD_TOKENS or not path.exists():
+        return settings
+    stored = read_record(path).get("settings", {})
+    shard_tokens = stored.get("shard_tokens", settings.shard_tokens)
+    return replace(settings, shard_tokens=shard_tokens, max_parts=stored.get("max_parts"))
 
 
 def check_plan(job: Job) -> None:

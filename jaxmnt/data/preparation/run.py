@@ -30,7 +30,15 @@ from jaxmnt.data.preparation.inputs import (
 )
 from jaxmnt.data.preparation.markup import with_chat_format
 from jaxmnt.data.preparation.part import Job, documents_with_split, prepare_part
-from jaxmnt.data.preparation.plan import Summary, check_output, check_plan, commit, locked_output, remove_work
+from jaxmnt.data.preparation.plan import (
+    Summary,
+    check_output,
+    check_plan,
+    commit,
+    locked_output,
+    remove_work,
+    with_stored_sizes,
+)
 from jaxmnt.data.tokenizer import Tokenizer, choose_tokenizer, file_of_tokenizer, make_tokenizer, train_bpe
 from jaxmnt.errors import ConfigError, UserError, printable
 from jaxmnt.storage import publish
@@ -236,7 +244,7 @@ def build(
         name = printable(str(error.filename))
         raise ConfigError(f"{name} cannot be read: {error.strerror}; check the path and its permissions") from error
     inputs, settings = decide_held_out(inputs, settings)
-    settings = with_chat_format(settings, chat_template)
+    settings = with_stored_sizes(with_chat_format(settings, chat_template), output)
     check_kinds(inputs, settings)
     job = Job(inputs, cut_into_parts(inputs, settings), output, settings)
     try:
