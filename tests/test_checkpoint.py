@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -42,6 +43,7 @@ from jaxmnt.config.mesh import Mesh
 from jaxmnt.config.schema import Checkpoint
 from jaxmnt.data.run_tokenizer import tokenizer_of_data
 from jaxmnt.data.sources import fit_to_data, open_sources
+from jaxmnt.distributed.coordination import Vote
 from jaxmnt.distributed.identity import Identity
 from jaxmnt.errors import ConfigError, ExitCode, UserError
 from jaxmnt.huggingface.compatibility import check_compatible, run_origin
@@ -824,6 +826,19 @@ def prompt_saves(monkeypatch):
     monkeypatch.setattr(CheckpointManager, "poll", lambda saves, wait=True: poll(saves, wait=True))
 
 
+def test_a_save_that_times_out_has_failed():
+    """As with ETIMEDOUT of a network file system. Waits in vain before that are no failure."""
+    failure, done = OSError(errno.ETIMEDOUT, "Connection timed out", "/shared/run"), Future()
+    assert isinstance(failure, TimeoutError)
+    threading.Timer(0.5, lambda: done.set_exception(failure)).start()
+    vote = Vote("a save", Identity(), 1.0)
+    began = time.monotonic()
+    assert not saver._wait_until_written(done, vote) and vote.has_failed()
+    assert 0.5 <= time.monotonic() - began < 10
+    vote.answer("")
+    assert vote.conclude(lambda answers: "") == "Connection timed out: /shared/run"
+
+
 @pytest.mark.slow
 def test_saves_by_the_clock(tiny, prompt_saves):
     config = tiny("checkpoint.every_steps=0", "checkpoint.every_minutes=0.0001", "checkpoint.keep=20")
@@ -838,8 +853,8 @@ def test_saves_by_the_clock(tiny, prompt_saves):
 @pytest.mark.slow
 def test_a_clock_that_is_set_back_changes_nothing(tiny, finished, monkeypatch, prompt_saves):
     """Each look at the time of day is an hour before the last."""
-    hours = itertools.count()
-    monkeypatch.setattr(time, "time", lambda: 1.8e9 - 3600 * next(hours))
+    hours, now = itertools.count(), time.time()  # not later than now, or Orbax's own time limits would have passed
+    monkeypatch.setattr(time, "time", lambda: now - 3600 * next(hours))
     config = tiny("checkpoint.every_steps=0", "checkpoint.every_minutes=0.0001", "checkpoint.keep=20")
     assert train(config, devices=one_device()) == ExitCode.FINISHED
     saved = commit.valid_checkpoints(Path(config.run.dir) / "checkpoints")

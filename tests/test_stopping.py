@@ -106,7 +106,7 @@ def test_a_run_that_a_process_is_lost_for_goes_on_with_fewer(sabotaged, tmp_path
 
 @pytest.mark.slow
 def test_a_run_that_fails_is_started_again_and_given_up(tiny_file, tmp_path):
-    """A learning rate that no restart makes better: three starts, then no more."""
+    """A learning rate that no restart makes better: three starts that fail in one step, then no more."""
     run = tmp_path / "run"
     result = command(
         "jaxmnt.launch", "local", "--processes", "1", "--devices-per-process", "1", "--max-restarts", "9", "--",
@@ -117,7 +117,7 @@ def test_a_run_that_fails_is_started_again_and_given_up(tiny_file, tmp_path):
     assert [line[:30] for line in lines] == [
         "jaxmnt: process 0 failed with ", "jaxmnt: restart 1 of 9 in 1 s,",
         "jaxmnt: process 0 failed with ", "jaxmnt: restart 2 of 9 in 2 s,",
-        "jaxmnt: process 0 failed with ", "jaxmnt: given up: 3 starts fai",
+        "jaxmnt: process 0 failed with ", "jaxmnt: given up: it failed 3 ",
     ]  # fmt: skip
     assert "steps in a row" in result.stderr and "optimizer.learning_rate" in result.stderr
     assert [event["code"] for event in events(run, "failed")] == [1, 1, 1]

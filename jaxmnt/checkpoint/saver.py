@@ -264,11 +264,18 @@ def _wait_until_written(response: Any, vote: Vote) -> bool:
 
     A process that waits in Orbax's barrier would learn only after minutes that another process has failed.
     """
+    previous_error: TimeoutError | None = None
     while True:
         try:
             response.result(timeout=_POLL_SECONDS)
             return True
-        except TimeoutError:
+        except TimeoutError as error:
+            # Each wait in vain raises an error of its own. An error that comes again is that of the save itself, such
+            # as ETIMEDOUT of a network file system.
+            if error is previous_error:
+                vote.fail(_describe_error(error))
+                return False
+            previous_error = error
             if vote.has_failed():
                 return False
         except Exception as error:
