@@ -39,6 +39,8 @@ CODES = {
     "lm_eval": HERE,
     "convert": HERE,
     "plan": HERE,
+    "simulate": HERE,
+    "data index": HERE,
     "bench": HERE,
     "convert from-hf": HERE,
     "convert to-hf": HERE,
