@@ -233,6 +233,7 @@ def begin_beats(processes: int) -> tuple[Heartbeat, list[JsonSocket], list[subpr
     """Starts process 0's heartbeat, connected to all others. Returns it with its connections, and the programs."""
     with socket.create_server(("127.0.0.1", 0), backlog=4096) as server:
         programs = players("beats", server.getsockname()[1], processes)
+        server.settimeout(60.0)  # a program that has failed must not be waited for
         peers = {}
         for _ in range(processes - 1):
             connection, _ = server.accept()

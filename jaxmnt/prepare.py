@@ -13,8 +13,8 @@ from jaxmnt.distributed.container import cores
 from jaxmnt.errors import ConfigError, ExitCode, counted, listed, printable
 
 if TYPE_CHECKING:
+    from jaxmnt.data.preparation.commit import Summary
     from jaxmnt.data.preparation.inputs import Settings
-    from jaxmnt.data.preparation.plan import Summary
     from jaxmnt.telemetry.progress import StatusLine
 
 _BAR_WIDTH = 24

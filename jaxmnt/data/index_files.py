@@ -88,9 +88,9 @@ def write_indices(
     written = []
     with _locked(folder, show):
         remove_leftovers(folder)
-        while missing := missing_indices(prepared, keys):  # again, because another process may just have written some
-            show(f"indexing {prepared.path}: {missing[0].name}")
-            written.append(_write_index(prepared, missing[0], folder, run_tasks))
+        for key in missing_indices(prepared, keys):  # again, because another process may just have written some
+            show(f"indexing {prepared.path}: {key.name}")
+            written.append(_write_index(prepared, key, folder, run_tasks))
     return written
 
 

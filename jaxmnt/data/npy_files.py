@@ -1,4 +1,4 @@
-"""Writes .npy files piece by piece, memory-maps them, and computes their digests."""
+"""Writes .npy files piece by piece, and memory-maps them."""
 
 import io
 import math

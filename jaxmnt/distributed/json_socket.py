@@ -64,12 +64,8 @@ class JsonSocket:
 
     def send(self, message: dict[str, Any], seconds: float = _SEND_TIMEOUT_SECONDS) -> None:
         """Sends a message. Raises `OSError` if the peer is gone, or does not accept it within `seconds`."""
-        self.send_line(encode_line(message), seconds)
-
-    def send_line(self, line: bytes, seconds: float = _SEND_TIMEOUT_SECONDS) -> None:
-        """Sends a message that `encode_line` encoded. Raises the errors of `send`."""
         self.connection.settimeout(seconds)
-        self.connection.sendall(line)
+        self.connection.sendall(encode_line(message))
 
     def queue_line(self, line: bytes) -> None:
         """Queues a message that `encode_line` encoded, for `flush`."""

@@ -22,8 +22,8 @@ def start_terms(gpus: int, processes: int, state_bytes: float) -> list[Term]:
         Term("tasks of the launcher", 15.0, "assumed: srun or pods, on nodes that are there"),
         Term("Python and imports", 12.0, "assumed: twice what a local disk takes, for a shared file system"),
         Term("rendezvous", 0.14e-3 * processes, "measured: 0.14 ms per process"),
-        Term("facts of the hosts", 0.4e-3 * processes, "measured: 0.1 ms per process and gather, of which there are 4"),
-        Term("data", 0.02 + 0.2e-3 * processes, "measured: 20 ms, whatever the size, and a broadcast"),
+        Term("facts of the hosts", 0.8e-3 * processes, "measured: 0.8 ms per process (benchmarks/control_plane.py)"),
+        Term("data", 0.02 + 0.2e-3 * processes, "measured: 20 ms, whatever the size, and 0.2 ms per process to send"),
         Term("compiled program from the cache", 20.0, "assumed: a program of 100 MB, read by all"),
         Term("autotuning", 0.0, "assumed: its results are in the cache as well; 30 to 120 s at the first start"),
         Term(

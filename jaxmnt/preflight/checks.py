@@ -5,12 +5,12 @@ from pathlib import Path
 
 from jaxmnt.commands import write_file
 from jaxmnt.config.schema import Config
-from jaxmnt.data.sources import check_sources, open_sources
+from jaxmnt.data.sources import open_sources
 from jaxmnt.distributed.coordination import gather
 from jaxmnt.distributed.heartbeat import Heartbeat
 from jaxmnt.distributed.identity import Identity
 from jaxmnt.distributed.process_group import host_names
-from jaxmnt.errors import ConfigError, counted
+from jaxmnt.errors import PreflightError, counted
 from jaxmnt.parallel.sharding import build_mesh
 from jaxmnt.preflight import links
 from jaxmnt.preflight.compare import broadcast_rows, process_hosts, quick_checks, shared_directories, thorough_rows
@@ -18,7 +18,7 @@ from jaxmnt.preflight.directory import room_rows, write_rate_rows
 from jaxmnt.preflight.facts import exchange_facts, quick_facts, thorough_facts
 from jaxmnt.preflight.network import megabits
 from jaxmnt.preflight.table import Row, describe_hosts, failed_row, failures, ok_row
-from jaxmnt.run.data_copies import compare_copies
+from jaxmnt.run.data_copies import check_own_copy, compare_copies
 
 
 def run_all_checks(
@@ -60,8 +60,8 @@ def _data_rows(config: Config, identity: Identity, hosts: list[str]) -> list[Row
     is_own = compare_copies(sources, True, identity).is_own
     if not is_own:
         try:
-            check_sources(sources)
-        except ConfigError as error:
+            check_own_copy(sources, identity)
+        except PreflightError as error:
             problem = str(error)
     answers = gather("the files of the data", [is_own, problem], identity)
     if answers is None:

@@ -56,7 +56,7 @@ class Job:
         return self.work / f"counts-{part:05d}.npy"
 
     def origins_path(self, split: str, shard: str) -> Path:
-        """Returns the path of the origins of a shard, before `plan.commit` publishes them."""
+        """Returns the path of the origins of a shard, before `commit.commit` publishes them."""
         return self.work / f"{split}-origins-{shard}.npy"
 
     @property
@@ -126,7 +126,7 @@ class ShardWriter:
     def _close_shard(self) -> None:
         starts = self._writer("documents", np.dtype(np.int64))
         starts.append(np.array(self._starts, np.int64))
-        # Records are numbered from the start of the part. plan.commit adds the number of records in earlier parts.
+        # Records are numbered from the start of the part. commit.commit adds the number of records in earlier parts.
         origins = np.array(self._origins, np.int64).reshape(-1, 2)
         save_array(self._job.origins_path(self._split, self._name), origins, self._attempt)
         files = self._open_writers | {"documents": starts}

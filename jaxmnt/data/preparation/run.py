@@ -18,6 +18,7 @@ from jaxmnt import storage
 from jaxmnt.data.attempts import remove_leftovers
 from jaxmnt.data.index_files import Window, Work
 from jaxmnt.data.manifest import BYTES, MAX_VOCABULARY, TOKENIZER_FILE
+from jaxmnt.data.preparation.commit import Summary, commit
 from jaxmnt.data.preparation.inputs import (
     Input,
     Part,
@@ -30,15 +31,7 @@ from jaxmnt.data.preparation.inputs import (
 )
 from jaxmnt.data.preparation.markup import with_chat_format
 from jaxmnt.data.preparation.part import Job, documents_with_split, prepare_part
-from jaxmnt.data.preparation.plan import (
-    Summary,
-    check_output,
-    check_plan,
-    commit,
-    locked_output,
-    remove_work,
-    with_stored_sizes,
-)
+from jaxmnt.data.preparation.plan import check_output, check_plan, locked_output, remove_work, with_stored_sizes
 from jaxmnt.data.tokenizer import Tokenizer, choose_tokenizer, file_of_tokenizer, make_tokenizer, train_bpe
 from jaxmnt.errors import ConfigError, UserError, printable
 from jaxmnt.storage import publish
