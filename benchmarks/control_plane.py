@@ -60,15 +60,23 @@ def main() -> None:
         part, port, first, last = options.play
         {"start": play_start, "beats": play_beats}[part](int(port), int(first), int(last))
         return
+    if len(options.processes) == 1:
+        print(json.dumps(measure(options.processes[0], options.kills)))
+        return
     results = []
     for processes in options.processes:
-        result = {"processes": processes} | measure_start(processes) | measure_beats(processes, options.kills)
-        result |= {"date": time.strftime("%Y-%m-%d"), "python": platform.python_version(), "cores": cores()}
-        print(json.dumps(result), flush=True)
-        results.append(result)
-    if len(results) > 1:
-        names = ("start_bytes", "start_cpu_seconds", "beat_cpu_seconds_per_second")
-        print(json.dumps({f"exponent_of_{name}": exponent(results, name) for name in names}))
+        # Process 0 counts its exchanges, and the players play the first: each measurement is a program of its own.
+        command = [sys.executable, __file__, "--processes", str(processes), "--kills", str(options.kills)]
+        line = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+        print(line, end="", flush=True)
+        results.append(json.loads(line))
+    names = ("start_bytes", "start_cpu_seconds", "beat_cpu_seconds_per_second")
+    print(json.dumps({f"exponent_of_{name}": exponent(results, name) for name in names}))
+
+
+def measure(processes: int, kills: int) -> dict:
+    result = {"processes": processes} | measure_start(processes) | measure_beats(processes, kills)
+    return result | {"date": time.strftime("%Y-%m-%d"), "python": platform.python_version(), "cores": cores()}
 
 
 def exponent(results: list[dict], name: str) -> float:
@@ -88,7 +96,7 @@ def players(part: str, port: int, processes: int) -> list[subprocess.Popen]:
     return [
         subprocess.Popen(
             [sys.executable, __file__, "--play", part, str(port), str(first), str(last)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | {"TF_CPP_MIN_LOG_LEVEL": "3"},
         )
         for first, last in pairwise(cuts)
     ]  # fmt: skip
@@ -280,6 +288,7 @@ def play_beats(port: int, first: int, last: int) -> None:
             for connection in connections.values():
                 connection.sendall(line)
     print(json.dumps({"killed": killed, "told": max(told.values()), "heard": len(told)}), flush=True)
+    os.set_blocking(0, True)
     sys.stdin.read()
 
 
