@@ -189,6 +189,12 @@ def logits(path, **changes):
     return np.asarray(jax.jit(functools.partial(row_logits, spec))(params, {}, texts(path.name)[0][None, :-1]))[0]
 
 
+def test_a_host_with_other_files_is_named(folder, monkeypatch):
+    monkeypatch.setattr("jaxmnt.huggingface.load.broadcast", lambda name, value, identity: value + " of process 0")
+    with pytest.raises(ConfigError, match=r"the files in .*llama-a differ between process 0 and process 0; give all"):
+        logits(folder("llama-a"))
+
+
 @pytest.mark.parametrize("changes", [{}, {"rope_scaling": {}}, {"rope_theta": 400000.0}])
 def test_a_fault_of_positions_would_show(folder, changes):
     """A permutation that is left out, as between halves and neighbours, and what scales or bases are wrong."""

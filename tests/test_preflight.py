@@ -21,7 +21,7 @@ from jaxmnt.preflight import links, network
 from jaxmnt.preflight.compare import quick_rows, thorough_rows
 from jaxmnt.preflight.directory import shared_rows
 from jaxmnt.preflight.network import Interface
-from jaxmnt.preflight.table import Row, Verdict, failures, from_json, table, to_json
+from jaxmnt.preflight.table import Row, Verdict, failures, table, to_json
 
 GIB = 1 << 30
 
@@ -230,6 +230,10 @@ def test_slow_links():
     assert (all_row.where, all_row.verdict) == ("all 4 hosts", Verdict.FAILED)
     (two_row,) = judged(lambda a, b: 1e9, hosts=2, megabits=10_000)
     assert two_row.verdict == Verdict.OK
+
+
+def from_json(text: str) -> list[Row]:
+    return [Row(**record | {"verdict": Verdict(record["verdict"])}) for record in json.loads(text)]
 
 
 def test_a_table_says_below_a_line_what_to_do():

@@ -154,12 +154,6 @@ def agree(
     return broadcast(f"{name}: decided", None if values is None else decide(values), identity, seconds)
 
 
-def all_gather(name: str, value: Any, identity: Identity) -> list[Any]:
-    """Collects a value from every process, and returns all values in every process, in the order of the processes."""
-    values: list[Any] = json.loads(agree(name, value, json_text, identity))
-    return values
-
-
 class Vote:
     """One round of voting. All processes create their votes with the same names in the same order."""
 

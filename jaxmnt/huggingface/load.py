@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 from jaxmnt.checkpoint.arrays import aligned_array
 from jaxmnt.checkpoint.names import arrays_by_name, unflatten_like
 from jaxmnt.checkpoint.restore import raise_together
-from jaxmnt.distributed.coordination import all_gather
+from jaxmnt.distributed.coordination import broadcast
 from jaxmnt.distributed.identity import Identity
 from jaxmnt.errors import ConfigError, UserError
 from jaxmnt.huggingface.folder import Folder, StoredTensor
@@ -61,12 +61,13 @@ def load_parameters(path: Path, definition: Definition, abstract: Params, identi
         failure = error
     raise_together(f"open {path.name}", failure, identity)
     assert reader is not None
-    fingerprints = all_gather(f"files of {path.name}", folder.fingerprint(), identity)
-    if differing := [process for process, fingerprint in enumerate(fingerprints) if fingerprint != fingerprints[0]]:
-        raise ConfigError(
-            f"run.init_from: the files in {path} differ between process {differing[0]} and process 0; give all hosts "
-            "the same files, or put them on a shared file system"
+    own_fingerprint = folder.fingerprint()
+    if broadcast(f"files of {path.name}", own_fingerprint, identity) != own_fingerprint:
+        failure = ConfigError(
+            f"run.init_from: the files in {path} differ between process {identity.process_id} and process 0; give all "
+            "hosts the same files, or put them on a shared file system"
         )
+    raise_together(f"compare {path.name}", failure, identity)
     arrays = {}
     # A thread reads the next parameter while the devices convert this one.
     with ThreadPoolExecutor(1) as prefetcher:

@@ -59,29 +59,26 @@ def _check(config: Config, options: Namespace, identity: Identity, work: Work) -
                 data_digest = partial(digest_of_data, config, check_files=identity.process_id == 0)
                 heartbeat = stack.enter_context(joined_process_group(identity, config, exit_handler, data_digest))
                 work.does("checking" if identity.process_id == 0 else "")
-                rows = run_all_checks(config, identity, heartbeat, nccl_logs, options.calibrate)
+                rows, has_failed = run_all_checks(config, identity, heartbeat, nccl_logs, options.calibrate)
         except UserError as error:
             if identity.process_id == 0 and options.json:
                 print(to_json([failed_row("roll call", identity.label or "this host", str(error), "")]), flush=True)
             raise
-        return _report_rows(rows, identity, as_json=options.json)
+        if identity.process_id == 0:
+            _print_rows(rows, as_json=options.json)
+        return ExitCode.PREFLIGHT if has_failed else ExitCode.FINISHED
 
     return exit_handler.finish(
         final_exit_code(report(check, debug=options.debug, where=identity.label)), at_once=not identity.alone
     )
 
 
-def _report_rows(rows: list[Row], identity: Identity, *, as_json: bool) -> int:
-    """Prints the rows, in process 0 only. Returns the exit code."""
-    failed_rows = failures(rows)
-    if identity.process_id == 0:
-        print(to_json(rows) if as_json else table(rows), flush=True)
-    if not failed_rows:
-        return ExitCode.FINISHED
-    if identity.process_id == 0:
+def _print_rows(rows: list[Row], *, as_json: bool) -> None:
+    """Prints the rows, and an error message if any of them failed."""
+    print(to_json(rows) if as_json else table(rows), flush=True)
+    if failed_rows := failures(rows):
         summary = f"{len(failed_rows)} of {len(rows)} checks failed. {failed_rows[0]}"
         print(f"jaxmnt: error: {summary}", file=sys.stderr, flush=True)
-    return ExitCode.PREFLIGHT
 
 
 def explain(cluster: Cluster, *, as_json: bool = False) -> int:

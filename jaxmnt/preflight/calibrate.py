@@ -7,6 +7,7 @@ Shapes: M, N, K of a product [M, K] by [K, N]; T tokens, B batch, L length, H qu
 width, D model, F MLP.
 """
 
+import json
 import math
 import resource
 import statistics
@@ -23,7 +24,7 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh
 
-from jaxmnt.distributed.coordination import all_gather, barrier
+from jaxmnt.distributed.coordination import agree, barrier
 from jaxmnt.distributed.identity import Identity
 from jaxmnt.distributed.process_group import host_names, software
 from jaxmnt.models import cudnn
@@ -42,6 +43,7 @@ from jaxmnt.plan.rates import (
 )
 from jaxmnt.plan.timeline import replay_program
 from jaxmnt.preflight.links import COLLECTIVES, map_over_devices, measure_times, repeat_on_devices
+from jaxmnt.strict_json import json_text
 from jaxmnt.training.compiler_options import cpu_options
 from jaxmnt.training.spec import MIN_FLOAT8_CAPABILITY
 
@@ -199,9 +201,13 @@ class _Bench:
 
     def max_over_processes(self, seconds: float) -> float:
         """Returns the largest `seconds` of all processes, the same in each of them, and updates `elapsed`."""
-        process_times = all_gather("seconds", (seconds, time.perf_counter() - self._began), self.identity)
-        self.elapsed = max(elapsed for _, elapsed in process_times)
-        return float(max(seconds for seconds, _ in process_times))
+
+        def slowest_of(process_times: list[Any]) -> str:
+            return json_text([max(column) for column in zip(*process_times, strict=True)])
+
+        own_times = (seconds, time.perf_counter() - self._began)
+        slowest, self.elapsed = json.loads(agree("seconds", own_times, slowest_of, self.identity))
+        return float(slowest)
 
 
 # Computation.

@@ -13,30 +13,30 @@ from jaxmnt.distributed.process_group import host_names
 from jaxmnt.errors import PreflightError, counted
 from jaxmnt.parallel.sharding import build_mesh
 from jaxmnt.preflight import links
-from jaxmnt.preflight.compare import broadcast_rows, process_hosts, quick_checks, shared_directories, thorough_rows
+from jaxmnt.preflight.compare import any_failed, broadcast_hosts, quick_checks, shared_directories, thorough_rows
 from jaxmnt.preflight.directory import room_rows, write_rate_rows
-from jaxmnt.preflight.facts import exchange_facts, quick_facts, thorough_facts
+from jaxmnt.preflight.facts import gather_facts, quick_facts, thorough_facts
 from jaxmnt.preflight.network import megabits
-from jaxmnt.preflight.table import Row, describe_hosts, failed_row, failures, ok_row
+from jaxmnt.preflight.table import Row, describe_hosts, failed_row, ok_row
 from jaxmnt.run.data_copies import check_own_copy, compare_copies
 
 
 def run_all_checks(
     config: Config, identity: Identity, heartbeat: Heartbeat, nccl_logs: Path | None, calibration: Path | None
-) -> list[Row]:
-    """Runs every check. All processes take part, and each gets the rows of all checks.
+) -> tuple[list[Row], bool]:
+    """Runs every check. All processes take part. Returns the rows, in process 0 only, and whether any check failed.
 
     `nccl_logs` is the folder to which NCCL writes its logs, and `calibration` the file for measured rates. Each
     may be None: then NCCL writes no logs, or no rates are measured.
     """
     own_facts = thorough_facts()  # before JAX uses the GPUs
-    all_facts = exchange_facts("everything about the hosts", own_facts | quick_facts(heartbeat.clock), identity)
-    hosts = process_hosts(all_facts)
+    all_facts = gather_facts("everything about the hosts", own_facts | quick_facts(heartbeat.clock), identity)
+    hosts = broadcast_hosts(all_facts, identity)
     is_first = identity.process_id == 0
     rows = _rendezvous_rows(identity, describe_hosts(hosts)) + quick_checks(config, identity, all_facts)
-    rows += thorough_rows(all_facts) if is_first else []
+    rows += [] if all_facts is None else thorough_rows(all_facts)
     # After a failure there may be no directory to write to, or the devices may not be those of the run.
-    if not failures(broadcast_rows(rows, identity)):
+    if not any_failed(rows, identity):
         for directory in shared_directories(config):
             rows += write_rate_rows(directory, identity, hosts)
         machines = host_names(identity)
@@ -45,12 +45,12 @@ def run_all_checks(
         rows += _data_rows(config, identity, hosts)
         rows += room_rows(config, host_of) if is_first else []
         rows += links.matmul_rows(identity, hosts)
-        rows += links.pair_rows(identity, hosts, {facts["host"]: megabits(facts) for facts in all_facts})
+        rows += links.pair_rows(identity, hosts, {facts["host"]: megabits(facts) for facts in all_facts or []})
         rows += links.axis_rows(mesh, identity, hosts)
         rows += links.nccl_rows(nccl_logs, hosts[0]) if nccl_logs is not None and is_first else []
-        if calibration is not None and not failures(broadcast_rows(rows, identity)):
+        if calibration is not None and not any_failed(rows, identity):
             rows += _calibration_rows(calibration, identity)
-    return broadcast_rows(rows, identity)
+    return rows, any_failed(rows, identity)
 
 
 def _data_rows(config: Config, identity: Identity, hosts: list[str]) -> list[Row]:

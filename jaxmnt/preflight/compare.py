@@ -8,12 +8,13 @@ from pathlib import Path
 
 from jaxmnt.config.schema import Config
 from jaxmnt.distributed.coordination import broadcast
+from jaxmnt.distributed.host_table import pack_hosts, unpack_hosts
 from jaxmnt.distributed.identity import Identity
 from jaxmnt.errors import PreflightError
 from jaxmnt.preflight.directory import shared_rows
 from jaxmnt.preflight.facts import Facts, gather_facts, quick_facts
 from jaxmnt.preflight.network import Interface, active_ports, interfaces_up, nccl_interface
-from jaxmnt.preflight.table import Row, describe_hosts, failed_row, failures, from_json, ok_row, to_json, warning_row
+from jaxmnt.preflight.table import Row, describe_hosts, failed_row, failures, ok_row, warning_row
 from jaxmnt.strict_json import json_text
 from jaxmnt.units import size
 
@@ -277,6 +278,13 @@ def shared_directories(config: Config) -> list[Path]:
     return [Path(path) for path in dict.fromkeys(paths) if path and "://" not in path]
 
 
-def broadcast_rows(rows: list[Row], identity: Identity) -> list[Row]:
-    """Returns process 0's rows in every process."""
-    return from_json(broadcast("what was found", to_json(rows) if identity.process_id == 0 else None, identity))
+def broadcast_hosts(all_facts: list[Facts] | None, identity: Identity) -> list[str]:
+    """Returns the host name of each process, in every process. Process 0 needs `all_facts`."""
+    packed = None if all_facts is None else pack_hosts(process_hosts(all_facts))
+    return list(unpack_hosts(broadcast("the hosts of the checks", packed, identity)).values())
+
+
+def any_failed(rows: list[Row], identity: Identity) -> bool:
+    """Returns, in every process, whether process 0 has a row that failed."""
+    failed = json_text(bool(failures(rows))) if identity.process_id == 0 else None
+    return bool(json.loads(broadcast("whether a check failed", failed, identity)))

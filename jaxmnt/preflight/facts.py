@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxmnt.distributed.container import cores, host_memory_bytes
-from jaxmnt.distributed.coordination import all_gather, gather
+from jaxmnt.distributed.coordination import gather
 from jaxmnt.distributed.identity import Identity
 from jaxmnt.distributed.local_gpus import visible_gpus
 from jaxmnt.distributed.process_group import environment_digest, machine_id
@@ -104,14 +104,6 @@ def gather_facts(name: str, facts: Facts, identity: Identity) -> list[Facts] | N
     processes; the others get None."""
     all_facts = gather(name, facts, identity)
     return None if all_facts is None else _with_unique_hosts(all_facts)
-
-
-def exchange_facts(name: str, facts: Facts, identity: Identity) -> list[Facts]:
-    """Sends the facts of this process to the others. Returns the facts of all processes, in the order of the processes.
-
-    The bytes that process 0 sends grow with the square of the number of processes, so a start uses `gather_facts`.
-    """
-    return _with_unique_hosts(all_gather(name, facts, identity))
 
 
 def _with_unique_hosts(all_facts: list[Facts]) -> list[Facts]:

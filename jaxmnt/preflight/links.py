@@ -126,8 +126,8 @@ def repeat_on_devices(mesh: Mesh, values: np.ndarray) -> Array:
 def pair_rows(identity: Identity, hosts: Sequence[str], megabits: dict[str, int]) -> list[Row]:
     """Measures the link between the hosts of each pair, with as many pairs at a time as possible.
 
-    `megabits` is the speed of each host's network card in Mbit/s. Process 0 gets the rows. With more than 16 hosts,
-    nothing is measured.
+    `megabits` is the speed of each host's network card in Mbit/s; only process 0 needs it, and gets the rows. With more
+    than 16 hosts, nothing is measured.
     """
     names = list(dict.fromkeys(hosts))
     if not 2 <= len(names) <= _MAX_PAIRED_HOSTS:

@@ -1,6 +1,5 @@
 """Presents the results of a preflight, one row per check, as a table or as JSON."""
 
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
@@ -72,8 +71,3 @@ def table(rows: Sequence[Row]) -> str:
 def to_json(rows: Sequence[Row]) -> str:
     """Returns a JSON array with an object for each row, which has the fields of `Row`."""
     return json_text([asdict(row) for row in rows], indent=1, ensure_ascii=False)
-
-
-def from_json(text: str) -> list[Row]:
-    """Returns the rows that `to_json` has written."""
-    return [Row(**record | {"verdict": Verdict(record["verdict"])}) for record in json.loads(text)]
