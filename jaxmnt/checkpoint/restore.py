@@ -21,7 +21,7 @@ from jaxmnt.checkpoint.names import arrays_by_name, unflatten_like
 from jaxmnt.distributed.container import cores
 from jaxmnt.distributed.coordination import agree
 from jaxmnt.distributed.identity import Identity
-from jaxmnt.errors import ConfigError, UserError, listed
+from jaxmnt.errors import ConfigError, UserError, error_of, listed
 from jaxmnt.strict_json import json_text
 
 State = dict[str, Any]
@@ -191,13 +191,12 @@ def mismatched_arrays(exchange: str, manifest: Manifest, arrays: dict[str, Array
 def raise_together(name: str, trouble: UserError | None, identity: Identity) -> None:
     """Raises, in all processes, the error of the first process that has one.
 
-    A `DamagedError` stays one, and any other error becomes a `UserError` with the same text. The caller
-    may catch it and go on, because no process is lost. `name` names the exchange between the processes, as in
-    `mismatched_arrays`.
+    A `DamagedError` stays one, and any other error keeps its text and exit code. The caller may catch it and go on,
+    because no process is lost. `name` names the exchange between the processes, as in `mismatched_arrays`.
     """
-    kind = "" if trouble is None else "damaged" if isinstance(trouble, DamagedError) else "other"
+    kind = "damaged" if isinstance(trouble, DamagedError) else f"{0 if trouble is None else trouble.exit_code:d}"
     first_message = lambda messages: next((text for text in messages if text), "")
     message = agree(name, f"{kind} {trouble}" if trouble else "", first_message, identity, _PEER_TIMEOUT_SECONDS)
     if message:
         kind, _, text = message.partition(" ")
-        raise (DamagedError if kind == "damaged" else UserError)(text)
+        raise DamagedError(text) if kind == "damaged" else error_of(int(kind), text)
