@@ -477,6 +477,10 @@ def _is_path(dotted: str) -> bool:
     return "path" in (field_of(dotted) or {})
 
 
+MAX_PATH = 4096
+"""Maximum length of a path, as in Linux."""
+
+
 def _expand_homes(value: Any, dotted: str, source_of: Callable[[str], str]) -> Any:
     """Returns the value of a key, or nested settings, with `~` expanded in every path.
 
@@ -491,9 +495,11 @@ def _expand_homes(value: Any, dotted: str, source_of: Callable[[str], str]) -> A
     if isinstance(value, list):
         return [_expand_homes(entry, dotted, source_of) for entry in value]
     # _is_path comes last, because its first call builds the schema.
-    if not isinstance(value, str) or {"~", "$"}.isdisjoint(value) or not _is_path(dotted):
+    if not isinstance(value, str) or ({"~", "$"}.isdisjoint(value) and len(value) <= MAX_PATH) or not _is_path(dotted):
         return value
     where = f"{source_of(dotted)}: {dotted}: {shortened(repr(value))}"
+    if len(value) > MAX_PATH:
+        raise ConfigError(f"{where} has {len(value)} characters, but a path has at most {MAX_PATH}; shorten it")
     if "$" in value:
         raise ConfigError(
             f"{where} contains $, but settings do not expand variables; write the path out, or ~ for the home folder"

@@ -92,6 +92,8 @@ class FailureDetector:
             case GaveUp(why):
                 return self._end_run(self._lost_reason(0, f"was declared lost by {self._label(process)}: {why}"))
             case Verdict(exit_reason):
+                if exit_reason.process is not None and exit_reason.process >= self._processes:
+                    exit_reason = replace(exit_reason, process=None, host=None)  # no such process
                 return [exit_reason]
             case Bye():
                 del self._silent_beats[process]

@@ -20,13 +20,13 @@ from jaxmnt.checkpoint.commit import Committed, clean_up, quarantine
 from jaxmnt.checkpoint.manifest import DamagedError
 from jaxmnt.checkpoint.refs import CHECKPOINTS, RUN_FILE, find
 from jaxmnt.config.describe import Change, changes
-from jaxmnt.config.load import HUGGING_FACE_PREFIX
+from jaxmnt.config.load import HUGGING_FACE_PREFIX, MAX_PATH
 from jaxmnt.config.schema import Config
 from jaxmnt.data.run_tokenizer import tokenizer_of_data
 from jaxmnt.data.sources import Sources
 from jaxmnt.distributed.coordination import broadcast
 from jaxmnt.distributed.identity import Identity
-from jaxmnt.errors import ConfigError, PreflightError, UserError, error_of, printable
+from jaxmnt.errors import ConfigError, PreflightError, UserError, error_of, printable, shortened
 from jaxmnt.huggingface.compatibility import (
     Origin,
     check_compatible,
@@ -418,4 +418,6 @@ def _user_error(error: OSError, config: Config) -> UserError:
                 f"{key}: {directory} cannot be used: {error.strerror or error} ({path}); "
                 f"fix that, or choose another {key}"
             )
-    return kind(f"{path or 'a file'} cannot be used: {error.strerror or error}; fix that and try again")
+    # A damaged config.yaml may have a path of any length.
+    where = path or "a file" if len(path) <= MAX_PATH else shortened(path)
+    return kind(f"{where} cannot be used: {error.strerror or error}; fix that and try again")
