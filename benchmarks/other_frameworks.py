@@ -136,9 +136,9 @@ class OtherStep(Step):
     def layer_links(self, layer: LayerCosts, forward: Work, backward: Work) -> Links:
         return {**super().layer_links(layer, forward, backward), "context": self.keys_and_values(layer, backward)}
 
-    def activations_link(self) -> Link | None:
+    def activations_link(self, layer: LayerCosts) -> Link | None:
         if self.traits.sequence_parallel or self.scheme.model == 1:
-            return super().activations_link()
+            return super().activations_link(layer)
         whole = self.scheme.itemsize * self.tokens * self.model.hidden
         seconds = (6 if self.policies[self.scheme.remat].products == 1 else 4) * self.ring_seconds(
             "all-reduce", whole, "model"

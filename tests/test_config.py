@@ -69,6 +69,7 @@ def test_a_path_begins_in_a_home_and_holds_no_variable(tmp_path, monkeypatch, ke
     for text, words in [
         ("$HOME/a", rf"command line: {key}: '\$HOME/a' contains \$"), ("~", "~ is null in YAML"),
         ("~nobody-here/a", "there is no user nobody-here"),
+        ("a" * 5000, r"has 5000 characters, but a path has at most 4096; shorten it"),
         ("/a/Project #2", "is a comment in YAML; for a text with #"),
     ]:  # fmt: skip
         with pytest.raises(ConfigError, match=words):
@@ -170,7 +171,7 @@ def test_empty_sections_mean_defaults(tmp_path):
         ("", "train.precision=fp8", ["train.precision", "auto, float32, bfloat16 or float8"]),
         ("", "model.num_heads=7", ["model.num_heads", "evenly", "512"]),
         ("", "model.num_kv_heads=3", ["model.num_kv_heads", "divide"]),
-        ("", "mesh.context=2", ["mesh.context", "not available", "data, pipeline, fsdp, model"]),
+        ("", "mesh.context=2", ["mesh.context", "not available", "data, pipeline, fsdp, expert, model"]),
         ("mesh: {data: -1, fsdp: -1}", None, ["mesh.fsdp", "only one"]),
         ("", "mesh.fsdp=0", ["mesh.fsdp", "positive"]),
         ("optimizer: {warmup_steps: 10}\ntrain: {steps: 10}", None, ["a.yaml:1", "optimizer.warmup_steps"]),

@@ -55,7 +55,7 @@ def tree(name):
 # -- there and back
 
 
-@pytest.mark.parametrize("name", mostly_slow({0, 4, 5, 16}, NAMES))
+@pytest.mark.parametrize("name", mostly_slow({0, 4, 5, 18, 20}, NAMES))
 def test_there_and_back_the_files_hold_the_same_bits(name, tmp_path, monkeypatch):
     monkeypatch.setattr(exports, "_PIECE_BYTES", 2000)
     assert convert.main(["from-hf", str(REFERENCE / name), str(tmp_path / "run")]) == ExitCode.FINISHED
@@ -186,7 +186,29 @@ def logits(path, **changes):
     config = parse_config({"model": settings, "data": {"sequence_length": 600}, "train": {"precision": "float32"}})
     spec = inference_spec(config, config.model.vocab_size)
     params = load_parameters(path, spec.definition, abstract_state(spec)["params"], Identity()).params
-    return np.asarray(jax.jit(functools.partial(row_logits, spec))(params, {}, texts(path.name)[0][None, :-1]))[0]
+    buffers = spec.definition.initial_buffers()
+    return np.asarray(jax.jit(functools.partial(row_logits, spec))(params, buffers, texts(path.name)[0][None, :-1]))[0]
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe-a", pytest.param("mixtral-a", marks=pytest.mark.slow)])
+def test_experts_that_share_a_tensor_are_read(folder, name):
+    """As transformers holds them in memory."""
+    path = folder(name)
+    arrays = load_file(path / "model.safetensors")
+    names = ("w1", "w3", "w2") if name.startswith("mixtral") else ("gate_proj", "up_proj", "down_proj")
+    for layer in range(2):
+        prefix = f"model.layers.{layer}.{'block_sparse_moe' if 'w1' in names else 'mlp'}"
+        experts = sum(key.startswith(f"{prefix}.experts.") for key in arrays) // 3
+        take = lambda one, prefix=prefix, experts=experts: np.stack(
+            [arrays.pop(f"{prefix}.experts.{expert}.{one}.weight") for expert in range(experts)]
+        )
+        gates, ups, downs = map(take, names)
+        joined = f"model.layers.{layer}.mlp"
+        arrays[f"{joined}.experts.gate_up_proj"] = np.concatenate([gates, ups], 1)
+        arrays[f"{joined}.experts.down_proj"] = np.ascontiguousarray(downs)
+        arrays[f"{joined}.gate.weight"] = arrays.pop(f"{prefix}.gate.weight")
+    save_file(arrays, path / "model.safetensors")
+    near(logits(path), expected(name)["logits"], 2e-5, name)
 
 
 def test_a_host_with_other_files_is_named(folder, monkeypatch):
@@ -502,7 +524,7 @@ PUBLISHED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", mostly_slow({10, 21, 25, 34}, list(presets())))
+@pytest.mark.parametrize("name", mostly_slow({10, 21, 25, 34, 44}, list(presets())))
 def test_a_published_model_has_the_parameters_of_the_reference(name):
     model = parse_config({"model": {"preset": name}}).model
     written = json.loads((REFERENCE / "presets.json").read_text())[name]

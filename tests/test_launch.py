@@ -162,7 +162,7 @@ def test_the_script_hears_of_a_failure(asked, tmp_path, monkeypatch, kind, host,
     [
         (
             ["launch.nodes=3"],
-            "1024 rows cannot be split evenly among 24 batch shards (mesh data 24 × fsdp 1); use 1008 or 1032",
+            "1024 rows cannot be split evenly among 24 batch shards (mesh data 24); use 1008 or 1032",
         ),
         (["launch.nodes=2", "mesh.fsdp=5"], "mesh.fsdp=5 needs a multiple of 5 devices, and 16 devices are available"),
         (["launch.environment={HF_TOKEN: x}"], "HF_TOKEN looks like a secret"),

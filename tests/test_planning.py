@@ -473,7 +473,7 @@ def test_what_a_step_is_expected_to_take(recipe):
     config = load_config(ROOT / "configs" / f"{recipe}.yaml")
     found = expected_step(build_spec(config, config.model.vocab_size, devices, lambda device: str(device.id // 8)))
     search = Search(config, chip, network_of(chip), H100)
-    same = {"data": 1, "pipeline": 1, "fsdp": 128, "model": 1}
+    same = {"data": 1, "pipeline": 1, "fsdp": 128, "expert": 1, "model": 1}
     (guess,) = [
         guess
         for guess in search.guesses(128)

@@ -35,7 +35,7 @@ MESH_AXES = (
     Axis("pipeline", ("layers",), parallelism="a pipeline"),
     Axis("fsdp", ("rows",), gathers_weights=True),
     Axis("context", ("length",), gathers_weights=True, inside_host=True, is_available=False),
-    Axis("expert", ("rows", "experts"), is_available=False),
+    Axis("expert", ("rows", "experts"), gathers_weights=True, inside_host=True, parallelism="expert parallelism"),
     Axis("model", ("features",), inside_host=True, parallelism="tensor parallelism"),
 )
 """The axes in mesh order. Axes that can use the slowest network come first."""
@@ -67,7 +67,9 @@ class Mesh(Section):
     pipeline: int = key(1, "Number of pipeline stages, each of which holds a part of the layers.")
     fsdp: int = key(1, "Number of shards of parameters, gradients and optimizer state.")
     context: int = key(1, "Number of parts of a sequence; must be 1 in this version.")
-    expert: int = key(1, "Number of groups of experts; must be 1 in this version.")
+    expert: int = key(
+        1, "Number of parts of the experts. It also splits rows, and shards other parameters as fsdp does."
+    )
     model: int = key(
         1,
         "Tensor and sequence parallelism: number of parts of the heads, the MLP and the vocabulary, and of the "
@@ -82,7 +84,7 @@ class Mesh(Section):
         None, "Gather a layer's weights, and reduce its gradients, while another layer computes. Default: true on GPUs "
         "with zero 3 and without a pipeline.",
     )  # fmt: skip
-    allow_split_hosts: bool = key(False, "Allow the model axis to span hosts.")
+    allow_split_hosts: bool = key(False, "Allow the axes expert and model to span hosts.")
     rules: dict[str, list[str]] = key(
         {}, "Mesh axes for a logical axis in place of the default ones, such as embed: [data, fsdp]."
     )

@@ -18,6 +18,16 @@ def presets() -> dict[str, dict[str, Any]]:
     return yaml.safe_load(text)["models"]
 
 
+EXPERT_SETTINGS = (
+    "num_experts", "experts_per_token", "expert_size", "router_score", "router_renormalise", "balance_loss",
+    "balance_over", "router_z_loss", "router_bias_rate", "expert_round",
+)  # fmt: skip
+"""Settings of mixtures of experts."""
+
+BALANCE_SETTINGS = ("balance_loss", "balance_over", "router_z_loss", "expert_round")
+"""Settings of mixtures of experts that have no effect on the function of the trained model."""
+
+
 class RopeScaling(Section):
     """Scaling of rotary positions beyond the training length (`models/rotary.py`)."""
 
@@ -97,6 +107,37 @@ class Model(Section):
     logit_soft_cap: float | None = breaking_key(
         None, "Logits are squashed by a tanh to stay below this. Default: no cap.", gt=0
     )
+    num_experts: int | None = breaking_key(None, "Experts of each layer, in families with experts.", ge=2)
+    experts_per_token: int | None = breaking_key(None, "Experts that each token uses.", ge=1)
+    expert_size: int | None = breaking_key(
+        None, "Width of the gated MLP of each expert. Default: intermediate_size.", ge=1
+    )
+    router_score: Literal["softmax", "sigmoid", "chosen_softmax"] | None = maths_key(
+        None, "Scores of experts, of which the highest are chosen. softmax: over all experts; sigmoid: of each alone; "
+        "chosen_softmax: the logits choose, and the softmax is over the chosen ones. Default: softmax.",
+    )  # fmt: skip
+    router_renormalise: bool | None = maths_key(
+        None, "Divide the scores of the chosen experts by their sum. Default: the family's."
+    )
+    balance_loss: float | None = maths_key(
+        None, "Factor of the loss that keeps the loads of experts even, the mean over layers. Even loads have the loss "
+        "1. Default: 0.01.", ge=0,
+    )  # fmt: skip
+    balance_over: Literal["row", "batch"] | None = maths_key(
+        None, "Tokens over which the balance loss compares loads. row: each row; batch: the global batch, with the "
+        "loads of the step before. Default: batch.",
+    )  # fmt: skip
+    router_z_loss: float | None = maths_key(
+        None, "Factor of the mean squared log-sum-exp of the router's logits. Default: 0.", ge=0
+    )
+    router_bias_rate: float | None = maths_key(
+        None, "Step by which an expert's bias, which only takes part in the choice, moves towards an even load. "
+        "Default: 0.", ge=0,
+    )  # fmt: skip
+    expert_round: float | None = key(
+        None, "Rows that a device's experts compute at a time, relative to an even load. Further rows take further "
+        "rounds. Changes time and memory only. Default: 1.25.", ge=1,
+    )  # fmt: skip
     dropout: float = maths_key(0.0, "Dropout rate of the outputs of attention and MLP.", ge=0, lt=1)
     attention: Literal["auto", "xla", "cudnn"] = key(
         "auto", "Attention kernel. auto: cudnn if the GPU, dtype and head width allow it, else xla."

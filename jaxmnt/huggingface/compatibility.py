@@ -10,7 +10,7 @@ from jaxmnt.checkpoint.commit import Committed
 from jaxmnt.checkpoint.names import arrays_by_name
 from jaxmnt.checkpoint.refs import roots_of, tokenizer_of
 from jaxmnt.config.load import as_override, flatten_tree, parse_config
-from jaxmnt.config.model import Model
+from jaxmnt.config.model import BALANCE_SETTINGS, Model
 from jaxmnt.data.chat.template import ChatFormat, chat_of_files
 from jaxmnt.data.manifest import BYTES, TOKENIZER_FILE
 from jaxmnt.data.run_tokenizer import RunTokenizer, same_vocabulary, tokenizer_from_json
@@ -27,13 +27,15 @@ _TOKENIZER = "tokenizer"
 _CHAT_TEMPLATE = "chat_template"
 """Names of the tokenizer and the chat template in that list."""
 
-_SETTINGS_WITHOUT_EFFECT = ("preset", "dropout", "attention", "overlap")
+_SETTINGS_WITHOUT_EFFECT = (
+    "preset", "dropout", "attention", "overlap", "router_bias_rate", *BALANCE_SETTINGS,
+)  # fmt: skip
 """Settings without effect on the model's function, because they name a preset, regularise training, or choose how the
 function is computed."""
 
 SHAPE_SETTINGS = (
     "vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "intermediate_size",
-    "tie_embeddings", "max_positions",
+    "tie_embeddings", "max_positions", "num_experts", "expert_size",
 )  # fmt: skip
 """Settings that determine the shapes of parameters."""
 
@@ -182,6 +184,7 @@ def explicit_settings(model: Model) -> dict[str, Any]:
     The model must be complete (`complete_model`). Raises `ConfigError` for an unknown family.
     """
     family = family_class(model.family)
+    model = family.with_defaults(model)
     settings = flatten_tree(model.model_dump(exclude={*_SETTINGS_WITHOUT_EFFECT, "rope_scaling"}))
     settings = {key: value for key, value in settings.items() if key not in OPTIONAL_SETTINGS or key in family.settings}
     if "max_positions" in family.settings:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from jaxmnt.config.model import Model, RopeScaling
+from jaxmnt.config.model import BALANCE_SETTINGS, Model, RopeScaling
 from jaxmnt.errors import ConfigError, printable, suggest
 from jaxmnt.models.huggingface import HuggingFace
 from jaxmnt.models.registry import FAMILIES, OPTIONAL_SETTINGS, family_class
@@ -76,6 +76,7 @@ _REQUIRED_SETTINGS = ("hidden_size", "num_layers", "num_heads", "vocab_size")
 
 _INTEGER_SETTINGS = (
     "vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "intermediate_size",
+    "num_experts", "experts_per_token", "expert_size",
 )  # fmt: skip
 """Settings that must be integers."""
 
@@ -129,11 +130,20 @@ def _settings_of(family: str, hf_format: HuggingFace, tree: Tree) -> dict[str, A
             )
     settings: dict[str, Any] = {"family": family}
     for key, setting in hf_format.settings.items():
-        value = tree.get(key, hf_format.assumed.get(key))
-        if value is None and (setting.name in _REQUIRED_SETTINGS or key == "intermediate_size"):
+        # Several keys may stand for one setting.
+        is_open = setting.name not in settings
+        value = tree.get(key, hf_format.assumed.get(key) if is_open else None)
+        if value is None and is_open and (setting.name in _REQUIRED_SETTINGS or key == "intermediate_size"):
             raise ConfigError(f"{key} is missing; add it, because it defines the model")
         if value is not None:
-            settings[setting.name] = _convert_number(setting.read, value, key)
+            converted = _convert_number(setting.read, value, key)
+            if setting.times:
+                converted *= settings[setting.times]
+            if settings.setdefault(setting.name, converted) != converted:
+                raise ConfigError(
+                    f"{key} is {_as_json(value)}, but another key sets model.{setting.name} to "
+                    f"{settings[setting.name]}; keep one of them"
+                )
             if setting.name in _INTEGER_SETTINGS and not _is_positive_integer(value):
                 raise ConfigError(f"{key} must be an integer of at least 1, not {_as_json(value)}")
     settings.setdefault("intermediate_size", 4 * settings["hidden_size"])  # the default of GPT-2's n_inner
@@ -159,9 +169,12 @@ def write_config(model: Model, extra: Tree) -> dict[str, Any]:
         tree.pop("max_position_embeddings", None)  # these families use another key for it
     tree |= {"architectures": [hf_format.architecture], "model_type": hf_format.model_type}
     tree |= {key: allowed[0] for key, allowed in hf_format.only.items()}
+    complete_model = family.with_defaults(model)
     for key, setting in hf_format.settings.items():
-        value = getattr(model, setting.name)
+        value = getattr(complete_model, setting.name)
         tree[key] = None if value is None else setting.write(value)
+        if setting.times and value is not None:
+            tree[key] = value / getattr(complete_model, setting.times)
     if "query_pre_attn_scalar" in tree and tree["query_pre_attn_scalar"] is None:
         tree["query_pre_attn_scalar"] = model.head_dim  # the default scale
     return tree | _write_rope(model, family.settings) | _write_windows(model, family)
@@ -170,9 +183,11 @@ def write_config(model: Model, extra: Tree) -> dict[str, Any]:
 def _check_can_be_written(model: Model, hf_format: HuggingFace) -> None:
     """Raises `ConfigError` if the model has a setting that transformers ignores in its family."""
     writable = {setting.name for setting in hf_format.settings.values()}
-    writable |= {"local_rope_theta", "sliding_window_pattern"}
+    writable |= {"local_rope_theta", "sliding_window_pattern", *BALANCE_SETTINGS}
+    defaults = dict.fromkeys(OPTIONAL_SETTINGS)
+    default_model = family_class(model.family).with_defaults(model.model_copy(update=defaults))
     for name in OPTIONAL_SETTINGS:
-        if name not in writable and getattr(model, name) is not None:
+        if name not in writable and getattr(model, name) not in (None, getattr(default_model, name)):
             raise ConfigError(
                 f"model.{name}: a model with this setting cannot be exported, because transformers ignores it in "
                 f"{hf_format.model_type}"

@@ -75,7 +75,9 @@ class Export:
         tensors: dict[str, Part] = {}
         for layer_range in self.files[file]:
             for parameter in layer_range.parameters:
-                for part in self.parts[parameter][layer_range.begin : layer_range.end]:
+                parts = self.parts[parameter]
+                experts = parts[0].experts
+                for part in parts[layer_range.begin * experts : layer_range.end * experts]:
                     tensors.setdefault(part.name, part)
         return list(tensors.values())
 
@@ -237,8 +239,8 @@ def divide_into_files(parts: Parts, itemsize: int, file_bytes: int) -> dict[str,
     files: list[list[LayerRange]] = [[]]
     space_left = file_bytes
     for parameters in _group_by_tensor(parts):
-        layers = len(parts[parameters[0]])
-        layer_bytes = sum(math.prod(parts[name][0].shape) for name in parameters) * itemsize
+        layers = len(parts[parameters[0]]) // parts[parameters[0]][0].experts
+        layer_bytes = sum(parts[name][0].experts * math.prod(parts[name][0].shape) for name in parameters) * itemsize
         begin = 0
         while begin < layers:
             count = min(layers - begin, space_left // layer_bytes)
@@ -322,18 +324,16 @@ def _copy_layers(
     parts = export.parts[parameter]
     shape = export.checkpoint.manifest.arrays[name].shape
     total = digest.ZERO
-    stacked = len(shape) > len(parts[0].shape)
-    layer_bounds = (layer_range.begin, layer_range.end) if stacked else None
+    stack_dimensions = len(shape) - len(parts[0].shape)
+    layer_bounds = (layer_range.begin, layer_range.end) if stack_dimensions else None
     for start, slices in _pieces(reader.chunk_shape(name), shape, layer_bounds):
         piece = reader.read(name, slices)
         total = digest.add(total, digest.block_digest(piece, start, shape))
-        if stacked:
-            first_layer, *start_in_layer = start
-        else:
-            first_layer, start_in_layer, piece = 0, list(start), piece[None]
-        for number, piece_of_layer in enumerate(piece, first_layer):
-            part = parts[number]
-            _write_piece(path, offsets[part.name], part, start_in_layer, piece_of_layer, export.dtype)
+        # The piece has a part for each index in the stack, which is (layer,), (layer, expert) or empty.
+        for index in np.ndindex(piece.shape[:stack_dimensions]):
+            layer, expert, *_ = *map(int, np.add(index, start[:stack_dimensions])), 0, 0
+            part = parts[layer * parts[0].experts + expert]
+            _write_piece(path, offsets[part.name], part, start[stack_dimensions:], piece[index], export.dtype)
     return total
 
 

@@ -71,14 +71,14 @@ def load_parameters(path: Path, definition: Definition, abstract: Params, identi
     arrays = {}
     # A thread reads the next parameter while the devices convert this one.
     with ThreadPoolExecutor(1) as prefetcher:
-        start_reading = lambda name: prefetcher.submit(reader.read_spread, parts[name], targets[name].sharding)
+        start_reading = lambda name: prefetcher.submit(reader.read_spread, parts[name], targets[name])
         reads = {name: start_reading(name) for name in list(targets)[:1]}
         for name, next_name in itertools.zip_longest(targets, list(targets)[1:]):
-            matrices_URC = reads.pop(name).result()
+            matrices = reads.pop(name).result()
             if next_name is not None:
                 reads[next_name] = start_reading(next_name)
-            arrays[name] = _convert(matrices_URC, parts[name][0], targets[name])
-            del matrices_URC  # frees its memory before the next parameter arrives
+            arrays[name] = _convert(matrices, parts[name][0], targets[name])
+            del matrices  # frees its memory before the next parameter arrives
     folder.close()
     raise_together(f"load {path.name}", reader.failure, identity)
     return LoadedParameters(unflatten_like(abstract, arrays), reader.bytes, time.perf_counter() - started)
@@ -93,27 +93,31 @@ class _Reader:
         self.bytes = 0
         self.failure: UserError | None = None
 
-    def read_spread(self, parts: list[Part], sharding: NamedSharding) -> Array:
-        """Returns the tensors [U, R, C] in the dtype of the files. Mesh axes that split the stack in `sharding` split U
-        here. All other axes split the rows, which are padded to a multiple of the number of devices that share them."""
-        mesh = sharding.mesh
-        unit_axes = _stack_axes(sharding) if len(parts) > 1 else ()
-        row_axes = tuple(name for name in mesh.axis_names if name not in unit_axes)
+    def read_spread(self, parts: list[Part], target: Any) -> Array:
+        """Returns the tensors of a parameter, [*stack, R, C], in the dtype of the files. The stack is (layers,),
+        (layers, experts), or empty. Mesh axes that split the stack in the sharding of `target` split it here. All other
+        axes split the rows, which are padded to a multiple of the number of devices that share them."""
+        mesh = target.sharding.mesh
+        stack = target.shape[: len(target.shape) - len(parts[0].shape)]
+        stack_spec = _stack_spec(target.sharding, len(stack))
+        stack_axes = {axis for axes in stack_spec for axis in axes}
+        row_axes = tuple(name for name in mesh.axis_names if name not in stack_axes)
         devices = math.prod(mesh.shape[name] for name in row_axes)
         rows, columns = parts[0].matrix_shape
         rows_per_device = -(-rows // devices)
-        shape = (len(parts), rows_per_device * devices, columns)
+        shape = (*stack, rows_per_device * devices, columns)
         dtype = np.result_type(*{self._stored[part.name].dtype for part in parts})
-        spread = NamedSharding(mesh, P(unit_axes or None, row_axes or None))
+        spread = NamedSharding(mesh, P(*(axes or None for axes in stack_spec), row_axes or None))
+        numbers = np.arange(len(parts)).reshape(stack)
 
         def read_shard(index: tuple[slice, ...] | None) -> np.ndarray:
             assert index is not None
-            ranges = [extent.indices(size)[:2] for extent, size in zip(index, shape, strict=True)]
-            (begin, end), (top, bottom), _ = ranges
-            matrices = aligned_array((end - begin, bottom - top, columns), dtype)
-            for part, matrix in zip(parts[begin:end], matrices, strict=True):
-                self._fill(part, top, matrix[: max(0, rows - top)])  # without padding
-            return matrices
+            *_, (top, bottom), _ = [extent.indices(size)[:2] for extent, size in zip(index, shape, strict=True)]
+            shard_numbers = numbers[index[: len(stack)]]
+            matrices = aligned_array((shard_numbers.size, bottom - top, columns), dtype)
+            for number, matrix in zip(shard_numbers.flat, matrices, strict=True):
+                self._fill(parts[number], top, matrix[: max(0, rows - top)])  # without padding
+            return matrices.reshape(*shard_numbers.shape, bottom - top, columns)
 
         return jax.make_array_from_callback(shape, spread, read_shard)
 
@@ -130,30 +134,29 @@ class _Reader:
             matrix[...] = buffer
 
 
-def _stack_axes(sharding: NamedSharding) -> tuple[str, ...]:
-    """Returns the mesh axes that split the first dimension of an array."""
-    axes = sharding.spec[0] if len(sharding.spec) else None
-    if axes is None:
-        return ()
-    return (axes,) if isinstance(axes, str) else tuple(axes)
+def _stack_spec(sharding: NamedSharding, dimensions: int) -> list[tuple[str, ...]]:
+    """Returns the mesh axes that split each of the first dimensions of an array."""
+    spec = [*sharding.spec, *[None] * dimensions][:dimensions]
+    return [() if axes is None else (axes,) if isinstance(axes, str) else tuple(axes) for axes in spec]
 
 
-def _convert(matrices_URC: Array, part: Part, target: Any) -> Array:
+def _convert(matrices: Array, part: Part, target: Any) -> Array:
     """Returns a parameter with the shape, dtype and sharding of `target`, from its tensors."""
     # Without names, parameters with the same layout share one conversion.
     unnamed_part = Part(part.tensor._replace(name=""), part.shape)
-    stacked = len(target.shape) > len(part.shape)
-    array = _converter(unnamed_part, stacked, target.dtype, target.sharding)(matrices_URC)
+    array = _converter(unnamed_part, target.shape, target.dtype, target.sharding)(matrices)
     return jax.block_until_ready(array)  # one conversion at a time, to save memory
 
 
 @functools.lru_cache(maxsize=128)
-def _converter(part: Part, stacked: bool, dtype: Any, sharding: NamedSharding) -> Any:
+def _converter(part: Part, shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> Any:
     """Returns the function that converts tensors to a parameter. It is compiled once for all parameters with the same
     layout."""
 
-    def convert(matrices_URC: Array) -> Array:
-        layers = jax.vmap(part.to_parameter)(matrices_URC[:, : part.matrix_shape[0]])
-        return (layers if stacked else layers[0]).astype(dtype)
+    def convert(matrices: Array) -> Array:
+        to_parameter = part.to_parameter
+        for _ in shape[: len(shape) - len(part.shape)]:
+            to_parameter = jax.vmap(to_parameter)
+        return to_parameter(matrices[..., : part.matrix_shape[0], :]).astype(dtype)
 
     return jax.jit(convert, out_shardings=sharding)

@@ -92,6 +92,9 @@ def _write_run(
         for start, array in _read_layers(folder, parts, stored_tensors, leaf):
             writer.write(name, start, round_to(array, np.dtype(dtype), name))
     folder.close()
+    for name, array in arrays_by_name({"buffers": jax.device_get(definition.initial_buffers())}).items():
+        writer.create(name, array.shape, array.dtype)
+        writer.write(name, (0,) * array.ndim, array)
     run = secrets.token_hex(6)
     tree = config.model_dump(exclude={"cluster", "launch", "slurm", "gke"})
     commit(path, Manifest(run, STEP, writer.finish(), tree, tokens=0, data={}, loss=None, lineage=[]))
@@ -160,15 +163,12 @@ def _read_tokenizer(folder: Folder, vocab_size: int) -> RunTokenizer | None:
 def _read_layers(
     folder: Folder, parts: list[Part], stored_tensors: dict[str, StoredTensor], leaf: jax.ShapeDtypeStruct
 ) -> Any:
-    """Yields the first index and the array of each layer of a parameter, or of the parameter if it is not stacked."""
-    stacked = len(leaf.shape) > len(parts[0].shape)
-    for number, part in enumerate(parts):
+    """Yields the first index and the array of each part of a parameter: of each layer or expert, or of the parameter if
+    it is not stacked."""
+    stack = leaf.shape[: len(leaf.shape) - len(parts[0].shape)]
+    for index, part in zip(np.ndindex(stack), parts, strict=True):
         stored = stored_tensors[part.name]
         matrix = np.empty(part.matrix_shape, stored.dtype)
         folder.read(stored, part.offset, matrix)
         array = part.to_parameter(matrix)
-        zeros = (0,) * array.ndim
-        if stacked:
-            yield (number, *zeros), array[None]
-        else:
-            yield zeros, array
+        yield (*index, *[0] * array.ndim), array.reshape((1,) * len(stack) + array.shape)

@@ -13,16 +13,18 @@ import numpy as np
 
 from jaxmnt.errors import ConfigError
 from jaxmnt.models.contract import Definition
-from jaxmnt.models.huggingface import Tensor
+from jaxmnt.models.huggingface import EXPERT, Tensor
 from jaxmnt.parallel.sharding import parameter_name
 
 
 class Part(NamedTuple):
-    """The part of a parameter that one tensor stores: the whole parameter, or one layer of a stack."""
+    """The part of a parameter that one tensor stores: the whole parameter, or that of one layer, or of one expert."""
 
     tensor: Tensor
     shape: tuple[int, ...]
-    """Shape of the parameter, or of one layer of the stack."""
+    """Shape of the parameter, without the dimensions along which it is a stack of layers or experts."""
+    experts: int = 1
+    """Number of tensors of the parameter in each layer."""
 
     @property
     def name(self) -> str:
@@ -61,12 +63,12 @@ class Part(NamedTuple):
 
 Parts = dict[str, list[Part]]
 """For each parameter name, such as layers.attention.query, the parts of tensors that store it: one part, or one for
-each layer if the parameter is a stack over layers."""
+each layer if the parameter is a stack over layers, or one for each expert of each layer, layer by layer."""
 
 
 def parts_of(definition: Definition) -> Parts:
     """Returns the tensors of each parameter, by its name, such as layers.attention.query. A stack has one for each of
-    its layers.
+    its layers, or of their experts.
 
     Raises `ConfigError` for a family that Hugging Face does not have.
     """
@@ -93,9 +95,16 @@ def parts_of(definition: Definition) -> Parts:
                 key, layers = in_layer, layer_numbers[group][int(index)]
         if key not in tensors:
             raise ConfigError(f"model.family: its hugging_face lacks {key} (parameter {name}); add its tensor")
-        tensor = tensors[key]
-        parts[name] = [Part(tensor._replace(name=tensor.name.format(layer)), shape) for layer in layers]
+        parts[name] = [part for layer in layers for part in _parts_of_layer(tensors[key], layer, shape)]
     return parts
+
+
+def _parts_of_layer(tensor: Tensor, layer: int, shape: tuple[int, ...]) -> list[Part]:
+    """Returns the parts of one layer's parameter: one, or one for each expert."""
+    if EXPERT not in tensor.name:
+        return [Part(tensor._replace(name=tensor.name.format(layer)), shape)]
+    names = [tensor.name.format(layer, expert=expert) for expert in range(shape[0])]
+    return [Part(tensor._replace(name=name), shape[1:], shape[0]) for name in names]
 
 
 def _layer_numbers(definition: Definition) -> dict[str, list[range]]:

@@ -57,6 +57,12 @@ class LayerContext(NamedTuple):
     """int32 positions, which count from 0 in each document; [1, L] if all rows have the same positions."""
     segments_BL: Array | None
     """int32 numbers, equal for tokens of the same document; None if documents need not be kept apart."""
+    is_real_BL: Array
+    """False for padding."""
+    targets_per_token: Array
+    """The sum of the weights of all targets in the step's batch, divided by the number of its tokens that are not
+    padding. A term of the loss that is summed over tokens is on the scale of a sum over targets if it is multiplied by
+    this number. It is 1 unless the family sets `uses_targets_per_token`."""
     rotary: dict[str, Angles]
     """Rotary tables for the positions, as returned by `Family.rotary`."""
     row_keys_B: Array | None
@@ -136,6 +142,8 @@ class Product(NamedTuple):
     above 1 for a weight that multiplies each token several times."""
     name: str = ""
     """The parameter's name in its layer, such as mlp.gate."""
+    experts: int = 1
+    """Number of experts among which the inputs or the outputs, whichever are not the model's width, are divided."""
 
 
 class LayerCosts(NamedTuple):
@@ -148,6 +156,11 @@ class LayerCosts(NamedTuple):
     def parameters(self) -> int:
         """The number of parameters in the weights of all products."""
         return sum(product.inputs * product.outputs for product in self.products)
+
+    @property
+    def expert_parameters(self) -> int:
+        """The number of those parameters that belong to experts."""
+        return sum(product.inputs * product.outputs for product in self.products if product.experts > 1)
 
     @property
     def used_parameters(self) -> float:
@@ -166,6 +179,9 @@ class Family(ABC):
 
     settings: Sequence[str] = ()
     """The optional settings of `model` (`registry.OPTIONAL_SETTINGS`) that this family supports."""
+    uses_targets_per_token: bool = False
+    """True if layers use `LayerContext.targets_per_token`, for which devices exchange two numbers at the start of a
+    step."""
     finishing: Sequence[str] = ()
     """Names of the modules that `finish_logits` uses."""
     hugging_face: HuggingFace | None = None
@@ -177,6 +193,11 @@ class Family(ABC):
 
     def __init__(self, config: Model, vocab_size: int):
         self.config, self.vocab_size = config, vocab_size
+
+    @classmethod
+    def with_defaults(cls, config: Model) -> Model:
+        """Returns the config with this family's values of settings that are None."""
+        return config
 
     # The parts of a model.
 
@@ -269,7 +290,7 @@ def products_of(arrays: Params, axes: Params) -> tuple[Product, ...]:
 
     One side of a weight is the model's width (an axis of `GATHERED`). Tensor parallelism splits the other side if
     `RULES` split one of the weight's axes along the mesh axis that also splits the sequence. A weight without the
-    model's width is not split.
+    model's width is not split. The weights of several experts count as a single weight, of their total size.
     """
     products = []
     for parameter, leaf, names in named_leaves(arrays, axes):
@@ -278,11 +299,13 @@ def products_of(arrays: Params, axes: Params) -> tuple[Product, ...]:
         width_dimension = next((dimension for dimension, name in enumerate(names) if name in GATHERED), None)
         is_split = any({*RULES["sequence"]} & {*RULES.get(name or "", ())} for name in names)
         width = leaf.shape[width_dimension or 0]
-        # The width is the inputs if it is the first dimension. Otherwise it is the outputs.
-        sizes = (leaf.size // width, width) if width_dimension else (width, leaf.size // width)
-        other_side = "inputs" if width_dimension else "outputs"
+        # The width is the inputs if it is the first dimension of an expert or a layer. Otherwise it is the outputs.
+        is_output = width_dimension is not None and width_dimension > names.count("experts")
+        sizes = (leaf.size // width, width) if is_output else (width, leaf.size // width)
+        other_side = "inputs" if is_output else "outputs"
         side = other_side if is_split and width_dimension is not None else ""
-        products.append(Product(*sizes, side, name=parameter))
+        experts = leaf.shape[names.index("experts")] if "experts" in names else 1
+        products.append(Product(*sizes, side, name=parameter, experts=experts))
     return tuple(products)
 
 
@@ -315,6 +338,10 @@ class Definition:
         """Returns initial float32 parameters and buffers, which are the same for any sharding."""
         decoder = _Decoder(self.family, nnx.Rngs(params=key))
         return _pure_dict(decoder, nnx.Param), _pure_dict(decoder, Buffer)
+
+    def initial_buffers(self) -> Params:
+        """Returns the buffers of a new run, without making its parameters."""
+        return jax.jit(lambda: self.init(jax.random.key(0))[1])()
 
     def layer(self, group: LayerGroup, index: int, params: Params, buffers: Params) -> Any:
         """Returns the module for entry `index` of the group's pattern, with the parameters and buffers of one layer."""

@@ -13,7 +13,8 @@ class Tensor(NamedTuple):
     """A tensor in a file, which stores a parameter as a matrix of its input dimensions and its output dimensions."""
 
     name: str
-    """Name in the file. In the name of a layer's tensor, {} stands for the number of the layer."""
+    """Name in the file. In the name of a layer's tensor, {} stands for the number of the layer. If the name has
+    `{expert}`, the first dimension of the parameter is that of experts, and there is a tensor for each of them."""
     inputs: int = 0
     """Number of leading dimensions of the parameter that are inputs. If 0, the tensor is a vector in the file, whatever
     the shape of the parameter."""
@@ -36,6 +37,8 @@ class Setting(NamedTuple):
     name: str
     read: Callable[[Any], Any] = lambda value: value
     write: Callable[[Any], Any] = lambda value: value
+    times: str = ""
+    """Name of another setting by which the value of Hugging Face's key is multiplied; empty for none."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,9 @@ class HuggingFace:
     left_out: tuple[str, ...] = ()
     """Regular expressions for the names of tensors to ignore, because they hold nothing learned or belong to other
     parts of a larger model."""
+    joined: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Names of tensors, in some files, that hold several tensors of `layer` one after another, and the names of these.
+    If the tensor has three dimensions, the first is that of experts."""
     reads_pattern: bool = False
     """True if transformers uses `sliding_window_pattern` where `layer_types` is missing."""
     nested: tuple[str, str] | None = None
@@ -113,6 +119,27 @@ PRE_NORMS = {
 }
 
 LLAMA = ATTENTION | MLP | PRE_NORMS
+
+EXPERT = "{expert}"
+"""Stands for the number of the expert in the name of a tensor that belongs to a single expert."""
+
+
+def experts(router: str, gate: str, up: str, down: str) -> dict[str, Tensor]:
+    """Returns the tensors of a layer of experts, from the names of the modules of its router and of each expert."""
+    names = {"router": router, "gate": gate, "up": up, "down": down}
+    return {f"experts.{parameter}": linear(name) for parameter, name in names.items()}
+
+
+def joined_experts(tensors: Mapping[str, Tensor]) -> dict[str, tuple[str, ...]]:
+    """Returns the tensors of experts in files that transformers 5 writes if it does not convert them back: those of all
+    experts in one, and gates before ups."""
+    name = lambda parameter: tensors[f"experts.{parameter}"].name
+    return {
+        "model.layers.{}.mlp.gate.weight": (name("router"),),
+        "model.layers.{}.mlp.experts.gate_up_proj": (name("gate"), name("up")),
+        "model.layers.{}.mlp.experts.down_proj": (name("down"),),
+    }
+
 
 SILU_ACTIVATION = {"hidden_act": ("silu",)}
 NO_ATTENTION_BIAS = {"attention_bias": (False,)}

@@ -16,7 +16,7 @@ from jax import Array
 
 from jaxmnt.config.model import Model
 from jaxmnt.models.attention import Attention, KVHeads
-from jaxmnt.models.contract import AttentionShape, Family, LayerContext, LayerOutput
+from jaxmnt.models.contract import AttentionShape, Family, LayerContext, LayerOutput, Sums
 from jaxmnt.models.huggingface import (
     ENDS,
     LLAMA,
@@ -53,21 +53,30 @@ class Block(nnx.Module):
     dropout: float
 
     def __init__(self, config: Model, attention: Callable[[Model, float, nnx.Rngs], Attention], rngs: nnx.Rngs):
-        assert config.intermediate_size
         std = output_std(config.num_layers)
         for name in self.norms:
             setattr(self, name, self.norm(config.hidden_size, config.norm_epsilon))
         self.attention = attention(config, std, rngs)
-        self.mlp = self.make_mlp(config.hidden_size, config.intermediate_size, std, rngs)
+        self.add_mlp(config, std, rngs)
         self.dropout = config.dropout
+
+    def add_mlp(self, config: Model, output_std: float, rngs: nnx.Rngs) -> None:
+        """Adds the module of the second branch."""
+        assert config.intermediate_size
+        self.mlp = self.make_mlp(config.hidden_size, config.intermediate_size, output_std, rngs)
 
     def __call__(self, x_BSD: Array, context: LayerContext) -> LayerOutput:
         attention_keys, mlp_keys = context.keys(2)
         placement = context.placement
         a_BSD = self.after_attention_norm(self.attention(self.attention_norm(x_BSD), context))
         x_BSD = x_BSD + dropout(a_BSD, self.dropout, attention_keys, placement)
-        m_BSD = self.after_mlp_norm(self.mlp(self.mlp_norm(x_BSD), placement))
-        return LayerOutput(x_BSD + dropout(m_BSD, self.dropout, mlp_keys, placement))
+        m_BSD, loss, sums = self.run_mlp(self.mlp_norm(x_BSD), context)
+        m_BSD = self.after_mlp_norm(m_BSD)
+        return LayerOutput(x_BSD + dropout(m_BSD, self.dropout, mlp_keys, placement), loss, sums)
+
+    def run_mlp(self, x_BSD: Array, context: LayerContext) -> tuple[Array, Array | None, Sums]:
+        """Returns the output of the second branch, and its loss and sums as in `LayerOutput`."""
+        return self.mlp(x_BSD, context.placement), None, {}
 
 
 class Llama(Family):
@@ -102,7 +111,7 @@ class WindowedAttention(Attention):
 class Mistral(Llama):
     """Mistral, with one kind of layer."""
 
-    settings = ("sliding_window",)
+    settings: Sequence[str] = ("sliding_window",)
     attention = WindowedAttention
     hugging_face = HuggingFace(
         "mistral",

@@ -2,7 +2,7 @@
 
 from inspect import isabstract
 
-from jaxmnt.config.model import Model
+from jaxmnt.config.model import EXPERT_SETTINGS, Model
 from jaxmnt.config.own_code import import_dotted
 from jaxmnt.errors import ConfigError, printable, suggest
 from jaxmnt.models.contract import Family
@@ -13,10 +13,13 @@ FAMILIES = {
     "gpt2": "jaxmnt.models.gpt2.GPT2",
     "llama": "jaxmnt.models.llama.Llama",
     "mistral": "jaxmnt.models.llama.Mistral",
+    "mixtral": "jaxmnt.models.mixtures.Mixtral",
     "olmo2": "jaxmnt.models.olmo.Olmo2",
     "olmo3": "jaxmnt.models.olmo.Olmo3",
+    "olmoe": "jaxmnt.models.mixtures.Olmoe",
     "qwen2": "jaxmnt.models.llama.Qwen2",
     "qwen3": "jaxmnt.models.llama.Qwen3",
+    "qwen3_moe": "jaxmnt.models.mixtures.Qwen3Moe",
 }
 
 OPTIONAL_SETTINGS = (
@@ -27,6 +30,7 @@ OPTIONAL_SETTINGS = (
     "attention_scale",
     "attention_soft_cap",
     "logit_soft_cap",
+    *EXPERT_SETTINGS,
 )
 """Settings of `model` that only some families have (`Family.settings`)."""
 

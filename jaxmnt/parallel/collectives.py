@@ -21,7 +21,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from jaxmnt.config.mesh import AXES, STAGE_AXIS, TOKEN_AXES
-from jaxmnt.parallel.sharding import Axes, Placement, is_axes
+from jaxmnt.parallel.sharding import FLOAT32_AXES, Axes, Placement, is_axes
 
 PROJECTED = "projected"
 """Checkpoint name of matrix products computed piece by piece along the length and concatenated."""
@@ -36,13 +36,13 @@ SCATTERED = "scattered"
 def unshard(params: Any, axes: Any, placement: Placement, dtype: jnp.dtype) -> Any:
     """Gathers weights for use, in the compute dtype, from this device's pieces of the stored parameters.
 
-    Weights are cast before the gather, so that devices exchange them in `dtype`. Norm scales become float32.
+    Weights are cast before the gather, so that devices exchange them in `dtype`. Norm scales and routers become
+    float32.
     """
 
     def unshard_weight(weight: Array, names: Axes) -> Array:
-        if "norm" in names:
-            return weight.astype(jnp.float32)
-        return unshard_without_cast(weight.astype(dtype), names, placement)
+        used_dtype = jnp.float32 if FLOAT32_AXES & {*names} else dtype
+        return unshard_without_cast(weight.astype(used_dtype), names, placement)
 
     return jax.tree.map(unshard_weight, params, axes, is_leaf=is_axes)
 

@@ -86,14 +86,21 @@ RULES: dict[str, tuple[str, ...]] = {
     "kv_heads": axes_that_split("features"),
     "head_dim": (),
     "mlp": axes_that_split("features"),
+    "router": (),  # the scores of experts
+    "experts": axes_that_split("experts", "features"),
+    "expert_embed": tuple(axis for axis in GATHERING_AXES if axis not in axes_that_split("experts")),
+    "expert_mlp": (),
     "norm": (),  # scales of norms, which are whole on every device and used in float32
     "bias": (),
     "buffer": (),
 }
 """The mesh axes that split each logical axis."""
 
-GATHERED = ("embed", "kv_embed")
+GATHERED = ("embed", "kv_embed", "expert_embed")
 """Logical axes that are stored in pieces and gathered for use."""
+
+FLOAT32_AXES = {"norm", "router"}
+"""Logical axes of parameters that are used in float32, whatever the compute dtype."""
 
 SCALES_AND_BIASES = {"norm", "bias"}
 """Logical axes of scales and biases, which have few parameters and no weight decay."""
@@ -208,9 +215,37 @@ def build_placement(config: Config, mesh: jax.sharding.Mesh, stacks: Sequence[st
         storage_shards = math.prod(mesh.shape[axis] for axis in storage_axes)
         if rules["heads"] and config.model.hidden_size % storage_shards == 0:
             rules["kv_embed"] = storage_axes
+    rules |= _expert_rules(config, mesh)
     placement = Placement(mesh, rules)
     _check_divisible(config, placement)
     return replace(placement, overlap=_choose_overlap(config, placement))
+
+
+def _expert_rules(config: Config, mesh: jax.sharding.Mesh) -> dict[str, tuple[str, ...]]:
+    """Returns the rules that differ for the config's experts. If their number is divisible by the axes of experts, but
+    not by `model` as well, `model` splits the MLP of each expert.
+
+    Raises `ConfigError` if the experts cannot be divided.
+    """
+    experts = config.model.num_experts
+    expert_axes = axes_that_split("experts")
+    sizes = {axis: mesh.shape[axis] for axis in (*expert_axes, *axes_that_split("features"))}
+    if experts is None:
+        if split := [axis for axis in expert_axes if mesh.shape[axis] > 1]:
+            raise ConfigError(
+                f"mesh.{split[0]}: {mesh.shape[split[0]]} needs a model with experts, but model.num_experts is not "
+                "set; use mesh.fsdp instead"
+            )
+        return {}
+    if experts % math.prod(sizes.values()) == 0:
+        return {}
+    expert_size = config.model.expert_size or 0
+    features = math.prod(mesh.shape[axis] for axis in axes_that_split("features"))
+    if experts % math.prod(mesh.shape[axis] for axis in expert_axes) == 0 and expert_size % features == 0:
+        return {"experts": expert_axes, "expert_mlp": axes_that_split("features")}
+    names = " × ".join(f"mesh.{axis} {size}" for axis, size in sizes.items() if size > 1)
+    divisors = ", ".join(str(number) for number in range(1, experts + 1) if experts % number == 0)
+    raise ConfigError(f"model.num_experts: {experts} is not divisible by {names}; use one of {divisors} in all")
 
 
 _MIN_RING_TOKENS, _MIN_RING_WIDTH = 2048, 2048

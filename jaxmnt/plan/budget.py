@@ -16,6 +16,7 @@ import numpy as np
 from jaxmnt.config.mesh import REPLICA_AXES, STAGE_AXIS
 from jaxmnt.distributed.gpu_settings import OUR_MEMORY_FRACTION
 from jaxmnt.errors import counted
+from jaxmnt.models.experts import expert_group
 from jaxmnt.parallel.sharding import RULES, SCALES_AND_BIASES, Axes
 from jaxmnt.plan.chips import Chip
 from jaxmnt.plan.hlo import HOST_COPY, Collective, Program
@@ -28,7 +29,7 @@ from jaxmnt.training.compile import compile_step, measure_memory
 from jaxmnt.training.compiler_options import GpuMemory
 from jaxmnt.training.memory_suggestions import find_memory_suggestions, parameters_of
 from jaxmnt.training.noise import small_batches
-from jaxmnt.training.remat import layer_collectives
+from jaxmnt.training.remat import EXPERT_EXCHANGES, layer_collectives
 from jaxmnt.training.spec import StepSpec
 from jaxmnt.training.state import abstract_state, bytes_per_device, elements_per_device, relayout_bytes
 from jaxmnt.training.trained import axes_by_name
@@ -57,22 +58,20 @@ def minimum_traffic(spec: StepSpec) -> Traffic:
     pieces = placement.num_shards("sequence")
     if pieces > 1:
         sent_share = 1 - 1 / pieces
-        gathers, scatters = layer_collectives(config.train.remat)
-        widths = {group.name: len(group.pattern) for group in spec.definition.groups}
-        depth = sum(widths[name] * len(rows[0]) for name, rows in spec.slots.items()) // spec.schedule.chunks
+        gathers = scatters = 0
+        for has_experts, depth in _depths(spec).items():
+            layer_gathers, layer_scatters = layer_collectives(config.train.remat, has_mlp=not has_experts)
+            gathers += depth * layer_gathers
+            scatters += depth * layer_scatters
         if placement.overlap == "ring":  # the same bytes, from device to device
-            traffic["collective-permute", axes_name] += (
-                passes * depth * (gathers + scatters) * activation_bytes * sent_share
-            )
+            traffic["collective-permute", axes_name] += passes * (gathers + scatters) * activation_bytes * sent_share
             gathers = scatters = 0
         # The 2 stand for the embedding and the head. The embedding's sum is scattered and its gradient gathered, and
         # the head's input is gathered and its gradient scattered.
-        traffic["all-gather", axes_name] += (
-            (passes * depth * gathers + 2 * microbatches) * activation_bytes * sent_share
-        )
-        traffic["reduce-scatter", axes_name] += (
-            (passes * depth * scatters + 2 * microbatches) * activation_bytes * sent_share
-        )
+        traffic["all-gather", axes_name] += (passes * gathers + 2 * microbatches) * activation_bytes * sent_share
+        traffic["reduce-scatter", axes_name] += (passes * scatters + 2 * microbatches) * activation_bytes * sent_share
+
+    _add_expert_traffic(spec, traffic, activation_bytes, passes)
 
     # Pipeline stages pass activations on, and share the embedding and the head.
     if stages > 1:
@@ -81,6 +80,37 @@ def minimum_traffic(spec: StepSpec) -> Traffic:
         # The 4 stand for the embedding, its gradient, the head's input, and its gradient.
         traffic["all-reduce", STAGE_AXIS] += 4 * microbatches * 2 * boundary * (1 - 1 / stages)
     return dict(traffic)
+
+
+def _depths(spec: StepSpec) -> dict[bool, int]:
+    """Returns the number of layers in a chunk of a stage, without experts (False) and with experts (True)."""
+    depths = {False: 0, True: 0}
+    for group in spec.definition.groups:
+        for kind in group.pattern:
+            has_experts = spec.definition.family.costs(kind).expert_parameters > 0
+            depths[has_experts] += len(spec.slots[group.name][0]) // spec.schedule.chunks
+    return depths
+
+
+def _add_expert_traffic(spec: StepSpec, traffic: Traffic, activation_bytes: float, passes: int) -> None:
+    """Adds the bytes that layers of experts exchange to `traffic`: activations, experts' ids and shares, and the
+    gradients of the shares. `activation_bytes` is the size of a microbatch's activations on a batch shard."""
+    model, placement = spec.definition.family.config, spec.placement
+    depth = _depths(spec)[True]
+    if not depth:
+        return
+    assert model.experts_per_token
+    group = expert_group(model, placement, 1)
+    devices = math.prod(placement.sizes[axis] for axis in group.token_axes)
+    axes_name = "×".join(group.token_axes)
+    device_bytes = activation_bytes / placement.num_shards("sequence")
+    device_tokens = device_bytes / (model.hidden_size * spec.dtype.itemsize)
+    route_bytes = 4 * model.experts_per_token * device_tokens
+    gathers, scatters = EXPERT_EXCHANGES
+    # Forward and backward gather ids and shares, and backward scatters the gradients of shares.
+    gathered_bytes, scattered_bytes = gathers * device_bytes + 4 * route_bytes, scatters * device_bytes + route_bytes
+    traffic["all-gather", axes_name] += passes * depth * (devices - 1) * gathered_bytes
+    traffic["reduce-scatter", axes_name] += passes * depth * (devices - 1) * scattered_bytes
 
 
 def _add_weight_traffic(spec: StepSpec, traffic: Traffic) -> None:

@@ -32,7 +32,8 @@ class Candidate:
     remat: str
     zero: int
     splits_hosts: bool = False
-    """True if the `model` axis spans several hosts of a rack whose GPUs are all connected by NVLink."""
+    """True if the axes `expert` and `model` span several hosts of a rack whose GPUs are all connected by NVLink."""
+    expert: int = 1
     precision: str | None = None
     """Precision to set; None to keep that of the config."""
 
@@ -90,9 +91,7 @@ def candidates(
         ):
             if not rows_of_shard or rows_of_shard % rows or stages * chunks > config.model.num_layers:
                 continue
-            splits_hosts = any(
-                axis.inside_host and mesh[axis.name] > network.devices_per_host for axis in AVAILABLE_AXES
-            )
+            splits_hosts = _extent_inside_host(mesh) > network.devices_per_host
             candidate = Candidate(
                 **mesh, rows=rows, microbatches=rows_of_shard // rows, chunks=chunks, remat=remat, zero=zero,
                 splits_hosts=splits_hosts, precision=precision,
@@ -116,14 +115,22 @@ def _extend_mesh(
         yield {REPLICA_AXES[0]: remaining} | sizes
         return
     for size in _divisors(remaining):
-        if _can_split(config, network, axes[0], size):
+        if _can_split(config, network, axes[0], size, sizes):
             yield from _extend_mesh(config, network, axes[1:], remaining // size, sizes | {axes[0].name: size})
 
 
-def _can_split(config: Config, network: Network, axis: Axis, size: int) -> bool:
-    """Returns True if the dimensions that an axis splits can be split evenly into `size` parts."""
+def _extent_inside_host(sizes: dict[str, int]) -> int:
+    """Returns the number of devices in a group along all axes that should stay inside a host."""
+    return math.prod(sizes.get(axis.name, 1) for axis in AVAILABLE_AXES if axis.inside_host)
+
+
+def _can_split(config: Config, network: Network, axis: Axis, size: int, sizes: dict[str, int]) -> bool:
+    """Returns True if the dimensions that an axis splits can be split evenly into `size` parts, on a mesh that has the
+    `sizes` of other axes."""
     model = config.model
-    if axis.inside_host and size > network.domain:
+    if axis.inside_host and size * _extent_inside_host(sizes) > network.domain:
+        return False
+    if "experts" in axis.splits and (size > 1 if model.num_experts is None else model.num_experts % size):
         return False
     if axis.gathers_weights and model.hidden_size % size:
         return False

@@ -6,7 +6,8 @@ estimates with published runs of other frameworks, which a subclass of `Step` mo
 
 Symbols in formulas, each per device: t tokens of a microbatch; L tokens of a row; D width of the model; V vocabulary /
 model; N parameters / (model · pipeline); n parameters of a layer / model; F outputs of a product that reads D, or
-inputs of a product that outputs D; c bytes per number; B bytes per second of the memory.
+inputs of a product that outputs D; c bytes per number; B bytes per second of the memory. In N and n, parameters of
+experts are divided by `expert` as well.
 """
 
 import math
@@ -21,7 +22,7 @@ from jaxmnt.plan.chips import chip_of
 from jaxmnt.plan.rates import Rates, rates_of
 from jaxmnt.plan.workload import ModelShape, Scheme, model_shape, scheme_of
 from jaxmnt.telemetry.flops import RECOMPUTE_SHARES, RecomputeShare
-from jaxmnt.training.remat import layer_collectives
+from jaxmnt.training.remat import EXPERT_EXCHANGES, layer_collectives
 from jaxmnt.training.spec import StepSpec
 
 CONTENTION = 0.10
@@ -164,8 +165,10 @@ def uses_float8(model: ModelShape, scheme: Scheme) -> bool:
 
 def _is_in_float8(product: Product, scheme: Scheme, tokens: int) -> bool:
     """Returns True if a step with precision float8 computes this product in float8. For this a device's part of the
-    product must be large enough."""
-    return is_eligible(round(product.share * tokens), *_inputs_and_outputs(product, scheme.model), scheme.float8_least)
+    product must be large enough. Experts are not computed in float8."""
+    return product.experts == 1 and is_eligible(
+        round(product.share * tokens), *_inputs_and_outputs(product, scheme.model), scheme.float8_least
+    )
 
 
 def _inputs_and_outputs(product: Product, parts: int) -> tuple[int, int]:
@@ -190,8 +193,11 @@ class Step:
         self.sizes = {axis.name: getattr(scheme, axis.name) for axis in AVAILABLE_AXES}
         """Number of devices along each mesh axis. Neighbours along a later axis are closer together."""
         self.tokens = scheme.rows * scheme.length
-        self.shards = scheme.fsdp
-        self.parameters = model.parameters / (scheme.model * scheme.pipeline)
+        self.shards = scheme.shards
+        """Number of shards of each parameter that does not belong to experts."""
+        experts = sum(count * layer.expert_parameters for count, layer in model.layers)
+        self.parameters = (model.parameters - experts) / (scheme.model * scheme.pipeline)
+        self.expert_parameters = experts / (scheme.model * scheme.expert * scheme.pipeline)
         self.gradient_bytes = _GRADIENT_BYTES
         self.head_stages = scheme.pipeline
         """Number of stages that share the head."""
@@ -240,16 +246,15 @@ class Step:
         forward_products = backward_products = 0.0
         widths = 0.0  # Σ F of the formula
         for product in layer.products:
-            tokens = product.share * self.tokens
+            products_forward, products_backward = self.products_seconds(product)
+            forward_products += products_forward
+            backward_products += products_backward
             k, n = _inputs_and_outputs(product, scheme.model)
-            dtype = self.dtype_of(product)
-            forward_products += self.product_seconds(tokens, n, k, dtype)
-            backward_products += self.product_seconds(tokens, k, n, dtype) + self.product_seconds(k, n, tokens, dtype)
             widths += product.share * (n if product.split == "outputs" else k)
         stream = _STREAM_PASSES * self.stream_tokens() * self.model.hidden
         elementwise = scheme.itemsize * (stream + self.tokens * widths) * traits.passes / memory
         copy_seconds = _RESIDUAL_PASSES * scheme.residual_bytes / self.model.depth * scheme.pipeline / memory
-        copy_seconds += traits.weight_bytes * layer.parameters / scheme.model / memory
+        copy_seconds += traits.weight_bytes * sum(scheme.layer_parameters(layer)) / memory
         quantization = self.quantization_seconds(layer)
         forward = Work(forward_products, self.attention_seconds(layer, backward=False), elementwise + quantization)
         backward = Work(
@@ -258,6 +263,25 @@ class Step:
             2 * elementwise + 2 * quantization + copy_seconds,
         )
         return forward, backward.plus(forward, self.policies[scheme.remat])
+
+    def products_seconds(self, product: Product) -> tuple[float, float]:
+        """Returns the forward and the backward time of a product of a layer. Each of a device's experts multiplies its
+        share of the tokens of all devices that share the experts."""
+        scheme, dtype = self.scheme, self.dtype_of(product)
+        tokens = product.share * self.tokens
+        count = 1.0
+        if product.experts == 1:
+            k, n = _inputs_and_outputs(product, scheme.model)
+        else:
+            k, n = (
+                side // (product.experts if product.split == name else 1)
+                for name, side in (("inputs", product.inputs), ("outputs", product.outputs))
+            )
+            count = product.experts / (scheme.expert * scheme.model)
+            tokens *= scheme.expert
+        forward = self.product_seconds(tokens, n, k, dtype)
+        backward = self.product_seconds(tokens, k, n, dtype) + self.product_seconds(k, n, tokens, dtype)
+        return count * forward, count * backward
 
     def stream_tokens(self) -> int:
         """Returns t / model, the number of tokens that a device has between attention and MLP."""
@@ -314,15 +338,28 @@ class Step:
 
     def optimizer_seconds(self) -> float:
         """Returns 30 N / (fsdp B), the time of the optimizer's update."""
-        return self.parameters / self.shards * OPTIMIZER_BYTES_PER_PARAMETER / self.rates.memory
+        return self.stored_parameters() * OPTIMIZER_BYTES_PER_PARAMETER / self.rates.memory
+
+    def stored_parameters(self) -> float:
+        """Returns the number of parameters that a device stores."""
+        return self.parameters / self.shards + self.expert_parameters / self.scheme.fsdp
 
     # Communication terms. Each is None if nothing is sent.
 
-    def ring_seconds(self, kind: str, payload: float, axis: str) -> float:
-        """Returns the time of one collective of `payload` bytes along an axis."""
+    def ring_seconds(self, kind: str, payload: float, *axes: str) -> float:
+        """Returns the time of one collective of `payload` bytes along neighbouring axes."""
         names = list(self.sizes)
-        distance = math.prod(self.sizes[name] for name in names[names.index(axis) + 1 :])
-        return self.rates.ring_seconds(kind, payload, self.devices_per_domain(self.sizes[axis], distance))
+        size = math.prod(self.sizes[axis] for axis in axes)
+        if size == 1:
+            return 0.0
+        distance = math.prod(self.sizes[name] for name in names[names.index(axes[-1]) + 1 :])
+        return self.rates.ring_seconds(kind, payload, self.devices_per_domain(size, distance))
+
+    def weights_seconds(self, kind: str, bytes_per_number: int, experts: float, others: float) -> float:
+        """Returns the time to gather weights or scatter their gradients: those of experts over `fsdp`, and all others
+        over `expert` as well."""
+        seconds = self.ring_seconds(kind, bytes_per_number * others, "fsdp", "expert")
+        return seconds + (self.ring_seconds(kind, bytes_per_number * experts, "fsdp") if experts else 0.0)
 
     def devices_per_domain(self, size: int, distance: int) -> list[int]:
         """Returns how many of `size` devices are in each domain if neighbours among them are `distance` devices
@@ -333,7 +370,11 @@ class Step:
 
     def layer_links(self, layer: LayerCosts, forward: Work, backward: Work) -> Links:
         """Returns the communication of one microbatch in a layer."""
-        return {"fsdp": self.layer_weights_link(layer, forward, backward), "model": self.activations_link()}
+        return {
+            "fsdp": self.layer_weights_link(layer, forward, backward),
+            "model": self.activations_link(layer),
+            "expert": self.exchange_link(layer),
+        }
 
     def layer_weights_link(self, layer: LayerCosts, forward: Work, backward: Work) -> Link | None:
         """Returns the gathers and scatters of a layer's weights and gradients over `fsdp`, for one microbatch. With
@@ -342,22 +383,34 @@ class Step:
         scheme, traits = self.scheme, self.traits
         if self.shards == 1 or scheme.zero < 2:
             return None
-        weights = layer.parameters / scheme.model
-        gather = self.ring_seconds("all-gather", scheme.itemsize * weights, "fsdp") if scheme.zero == 3 else 0.0
-        scatter = self.ring_seconds("reduce-scatter", self.gradient_bytes * weights, "fsdp")
+        weights = scheme.layer_parameters(layer)
+        gather = self.weights_seconds("all-gather", scheme.itemsize, *weights) if scheme.zero == 3 else 0.0
+        scatter = self.weights_seconds("reduce-scatter", self.gradient_bytes, *weights)
         exposed = max(0.0, gather - traits.hides_gathers * forward.seconds)
         exposed += max(0.0, gather + scatter - traits.hides_gathers * backward.seconds)
         seconds = 2 * gather + scatter
         return Link(seconds, max(exposed, (gather + scatter) / self.model.depth, traits.least_exposed * seconds))
 
-    def activations_link(self) -> Link | None:
+    def activations_link(self, layer: LayerCosts) -> Link | None:
         """Returns a layer's gathers and scatters of c t D bytes of activations over `model`, for one microbatch."""
         if self.scheme.model == 1:
             return None
-        gathers, scatters = layer_collectives(self.scheme.remat)
+        gathers, scatters = layer_collectives(self.scheme.remat, has_mlp=not layer.expert_parameters)
         payload = self.scheme.itemsize * self.tokens * self.model.hidden
         seconds = gathers * self.ring_seconds("all-gather", payload, "model")
         seconds += scatters * self.ring_seconds("reduce-scatter", payload, "model")
+        return Link(seconds, seconds * (1 - self.traits.hides_model))
+
+    def exchange_link(self, layer: LayerCosts) -> Link | None:
+        """Returns the exchange of a layer of experts over `expert` and `model`, for one microbatch: gathers and
+        scatters of c t expert D bytes of activations."""
+        scheme = self.scheme
+        if not layer.expert_parameters or scheme.expert * scheme.model == 1:
+            return None
+        payload = scheme.itemsize * self.tokens * scheme.expert * self.model.hidden
+        gathers, scatters = EXPERT_EXCHANGES
+        seconds = gathers * self.ring_seconds("all-gather", payload, "expert", "model")
+        seconds += scatters * self.ring_seconds("reduce-scatter", payload, "expert", "model")
         return Link(seconds, seconds * (1 - self.traits.hides_model))
 
     def step_weights_link(self, backward: Work) -> Link | None:
@@ -365,9 +418,10 @@ class Step:
         bytes of weights, with ZeRO 1 also a scatter of 4 N bytes of gradients."""
         if self.shards == 1 or self.scheme.zero == 3:
             return None
-        seconds = self.ring_seconds("all-gather", self.scheme.itemsize * self.parameters, "fsdp")
+        weights = (self.expert_parameters, self.parameters)
+        seconds = self.weights_seconds("all-gather", self.scheme.itemsize, *weights)
         if self.scheme.zero == 1:
-            seconds += self.ring_seconds("reduce-scatter", self.gradient_bytes * self.parameters, "fsdp")
+            seconds += self.weights_seconds("reduce-scatter", self.gradient_bytes, *weights)
         return self.link_behind_backward(seconds, backward)
 
     def link_behind_backward(self, seconds: float, backward: Work) -> Link:
@@ -381,7 +435,7 @@ class Step:
         if self.scheme.data == 1:
             return None
         arrays = sum(count * len(layer.products) for count, layer in self.model.layers) / self.scheme.pipeline
-        payload = self.gradient_bytes * (self.parameters / self.shards) / arrays
+        payload = self.gradient_bytes * self.stored_parameters() / arrays
         seconds = self.ring_seconds("all-reduce", payload, "data") * arrays
         return Link(seconds, max(0.05 * seconds, seconds - self.traits.hides_sum * backward.seconds))
 
@@ -393,8 +447,8 @@ class Step:
         if self.shards == 1 or scheme.zero < 2:
             return None
         table = self.model.vocab * self.model.hidden / (scheme.model * scheme.pipeline)
-        seconds = self.ring_seconds("reduce-scatter", self.gradient_bytes * table, "fsdp")
-        seconds += self.ring_seconds("all-gather", scheme.itemsize * table, "fsdp") if scheme.zero == 3 else 0.0
+        seconds = self.weights_seconds("reduce-scatter", self.gradient_bytes, 0.0, table)
+        seconds += self.weights_seconds("all-gather", scheme.itemsize, 0.0, table) if scheme.zero == 3 else 0.0
         seconds *= 1 if self.model.tied else 2
         return Link(seconds, seconds * (1 - self.traits.hides_ends))
 

@@ -16,6 +16,7 @@ import jax
 from jaxmnt.config.schema import Config
 from jaxmnt.errors import ConfigError
 from jaxmnt.models.contract import LayerCosts
+from jaxmnt.models.experts import EXPERT_ROUND
 from jaxmnt.plan.candidates import Candidate
 from jaxmnt.plan.chips import read_table
 from jaxmnt.plan.workload import ModelShape, Scheme
@@ -42,11 +43,11 @@ def multiples_of(kind: str) -> Multiples:
 
 def kind_of(scheme: Scheme) -> str:
     """Returns the kind of program that a scheme leads to, one of `KINDS`."""
-    if scheme.fsdp > 1 and scheme.zero < 3:
+    if scheme.shards > 1 and scheme.zero < 3:
         return f"ZeRO {scheme.zero}"
     if scheme.pipeline > 1:
         return "chunks" if scheme.chunks > 1 else "stages"
-    if scheme.fsdp == 1:
+    if scheme.shards == 1:
         return "whole"
     return "sharded both ways" if scheme.model > 1 else "sharded"
 
@@ -164,15 +165,19 @@ def estimate_memory(
     depth = math.ceil(model.depth / chunks)
     padding = depth * chunks / model.depth
 
-    # Count the parameters per device: those of the layers and the ends before sharding over `fsdp`, and all as stored.
-    layers = padding * model.layer_parameters / devices
+    # Count the parameters per device: those of the layers and the ends before sharding, and all as stored.
+    experts, others = (
+        padding * sum(count * scheme.layer_parameters(layer)[index] for count, layer in model.layers) / stages
+        for index in (0, 1)
+    )
+    layers = experts + others
     ends = model.end_parameters / devices
-    stored_parameters = (layers + ends) / scheme.fsdp + model.other_parameters / stages
+    stored_parameters = experts / scheme.fsdp + (others + ends) / scheme.shards + model.other_parameters / stages
     residuals = row_residuals * scheme.rows * scheme.slots * depth / model.depth
 
-    has_all_gradients = scheme.fsdp > 1 and scheme.zero == 1
+    has_all_gradients = scheme.shards > 1 and scheme.zero == 1
     gradients = state.gradients * (layers + ends if has_all_gradients else stored_parameters)
-    embedding_gradient = state.gradients * (0 if model.tied else ends / 2) / (1 if has_all_gradients else scheme.fsdp)
+    embedding_gradient = state.gradients * (0 if model.tied else ends / 2) / (1 if has_all_gradients else scheme.shards)
     gradients_in_loss = gradients
     if scheme.microbatches == 1:
         # The gradients of layers are allocated when backward begins, and that of the embedding last.
@@ -188,7 +193,7 @@ def estimate_memory(
     # counting it would not improve the estimates.
     in_embedding = _head_gradient_bytes(model, scheme) if stages == 1 and scheme.zero == 3 else 0.0
     rest = max(in_backward + gradients, in_loss + gradients_in_loss, in_embedding + gradients)
-    if scheme.fsdp > 1 and scheme.zero < 3:
+    if scheme.shards > 1 and scheme.zero < 3:
         rest += scheme.itemsize * (layers + ends)
 
     # A save copies arrays whose layout in a checkpoint differs from the one in memory.
@@ -199,7 +204,7 @@ def estimate_memory(
         state=state_bytes_per_parameter * stored_parameters,
         residuals=residuals,
         rest=rest,
-        in_save=state_bytes_per_parameter * copied_parameters / scheme.fsdp,
+        in_save=state_bytes_per_parameter * copied_parameters / scheme.shards,
     )
 
 
@@ -210,7 +215,9 @@ def _memory_in_backward(model: ModelShape, scheme: Scheme, residuals: float, mul
     or outputs of a product, n the weights of the largest layer on a device, t the tokens of a microbatch, D the width
     of the model, and c the bytes per number. `residuals` are the bytes of residuals of one layer.
     """
-    widest = max(product.share * max(product.inputs, product.outputs) for product in _largest_layer(model).products)
+    layer = _largest_layer(model)
+    dense_products = [product for product in layer.products if product.experts == 1]
+    widest = max(max(product.inputs, product.outputs) * product.share for product in dense_products)
     stream = scheme.itemsize * scheme.rows * scheme.length
     arrays = {
         "weights": _layer_weight_bytes(model, scheme),
@@ -218,7 +225,27 @@ def _memory_in_backward(model: ModelShape, scheme: Scheme, residuals: float, mul
         "narrow": stream * model.hidden,
         "kept": residuals,
     }
-    return sum(multiples[name] * bytes_ for name, bytes_ in arrays.items())
+    total = sum(multiples[name] * bytes_ for name, bytes_ in arrays.items())
+    return total + _expert_bytes(model, scheme, layer)
+
+
+def _expert_bytes(model: ModelShape, scheme: Scheme, layer: LayerCosts) -> float:
+    """Returns the bytes of the arrays in the backward pass of a layer of experts; 0 for other layers.
+
+    All tokens of the group, t · expert, are there twice in the compute dtype and once in float32. A round has R rows,
+    each with three arrays of the model's width and six of the expert's. The gradients of the device's experts are
+    float32.
+    """
+    products = [product for product in layer.products if product.experts > 1]
+    if not products:
+        return 0.0
+    product = products[0]
+    group_tokens = scheme.rows * scheme.length * scheme.expert
+    rows = EXPERT_ROUND * group_tokens * product.share * product.experts / (scheme.expert * scheme.model)
+    expert_size = max(product.inputs, product.outputs) // product.experts
+    per_row = 3 * model.hidden + 6 * expert_size
+    group_bytes = group_tokens * model.hidden * (2 * scheme.itemsize + 4)
+    return group_bytes + scheme.itemsize * rows * per_row + 4 * scheme.layer_parameters(layer)[0]
 
 
 def _memory_in_loss(model: ModelShape, scheme: Scheme, multiples: Multiples, chunk: float) -> float:
@@ -243,7 +270,7 @@ def _largest_layer(model: ModelShape) -> LayerCosts:
 
 def _layer_weight_bytes(model: ModelShape, scheme: Scheme) -> float:
     """Returns c n, the bytes of the largest layer's weights on a device that multiplies them."""
-    return scheme.itemsize * _largest_layer(model).parameters / scheme.model
+    return scheme.itemsize * sum(scheme.layer_parameters(_largest_layer(model)))
 
 
 def _head_gradient_bytes(model: ModelShape, scheme: Scheme) -> float:

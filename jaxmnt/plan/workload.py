@@ -68,8 +68,9 @@ class Scheme:
     pipeline: int = 1
     fsdp: int = 1
     model: int = 1
+    expert: int = 1
     zero: int = 3
-    """ZeRO stage over `fsdp`."""
+    """ZeRO stage over `fsdp` and, for all but experts, `expert`."""
     chunks: int = 1
     """Chunks of the model per stage."""
     idle: float = 0.0
@@ -90,6 +91,16 @@ class Scheme:
     """True if a layer's weights are gathered while another layer computes, as far as possible."""
     residual_bytes: float = 0.0
     """Bytes per device that a microbatch's forward saves for its backward."""
+
+    @property
+    def shards(self) -> int:
+        """Number of shards of a parameter that does not belong to experts."""
+        return self.fsdp * self.expert
+
+    def layer_parameters(self, layer: LayerCosts) -> tuple[float, float]:
+        """Returns a device's parameters of a layer, before sharding: those of experts, and the others."""
+        others = layer.parameters - layer.expert_parameters
+        return layer.expert_parameters / (self.model * self.expert), others / self.model
 
     @property
     def itemsize(self) -> int:

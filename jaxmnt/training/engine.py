@@ -134,6 +134,8 @@ class Step:
     fields: Batch
     """The batch's fields, each [A, B, L]."""
     row_keys: RowKeys
+    targets_per_token: Array | None
+    """See `LayerContext.targets_per_token`; None if the family does not use it."""
     small_batches: SmallBatches | None
     """The small batches whose gradients are squared, if requested."""
 
@@ -164,7 +166,7 @@ class Step:
     def layer_rows(self, microbatch: Array) -> Rows:
         """Returns the fields of a microbatch that all layers use."""
         microbatch = jnp.maximum(microbatch, 0)
-        return microbatch_rows(self.spec, self.rows(microbatch), self.row_keys(microbatch))
+        return microbatch_rows(self.spec, self.rows(microbatch), self.row_keys(microbatch), self.targets_per_token)
 
     def zero_activations(self) -> Array:
         """Returns zeros [B, S, D], shaped like the activations that stages send to each other."""
@@ -224,12 +226,21 @@ def prepare_step(
         layers[group.name] = layers_class(spec, group, weights, buffers, stage_order, depth, all_filled=all_filled)
     step = Step(
         spec, schedule, schedule_table(schedule), stage, weights, layers, EmbedAndHead(spec, weights), fields, row_keys,
-        small_batches(spec),
+        _targets_per_token(spec, batch), small_batches(spec),
     )  # fmt: skip
     if spec.float8 and spec.config.train.float8_gather and spec.zero == 3:
         for group_layers in layers.values():
             group_layers.enable_float8_gather(step.zero_activations(), step.layer_rows(jnp.int32(0)))
     return step
+
+
+def _targets_per_token(spec: StepSpec, batch: Batch) -> Array | None:
+    """Returns `LayerContext.targets_per_token` of a step, or None if the family does not use it."""
+    if not spec.definition.family.uses_targets_per_token:
+        return None
+    local_sums = (jnp.sum(batch["weights"]), jnp.sum(batch["segments"] > 0, dtype=jnp.float32))
+    weight, tokens = collectives.sum_over_tokens(local_sums, spec.placement)
+    return weight / jnp.maximum(tokens, 1)
 
 
 def _evaluation_tick(step: Step, carry: tuple[Array, LossSums], plan: TickPlan) -> tuple[tuple[Array, LossSums], None]:

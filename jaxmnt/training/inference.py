@@ -188,7 +188,9 @@ def _next_token(
     def run(params: Params, buffers: Params, tokens_BQ: Array, starts_B: Array, counts_B: Array, caches: Any) -> Any:
         weights, new_caches = Weights(spec, params), {}
         positions_BQ = starts_B[:, None] + jnp.arange(tokens_BQ.shape[1], dtype=jnp.int32)
-        layer_rows = Rows(positions_BQ, None, spec.definition.family.rotary(positions_BQ), None)
+        is_real_BQ = jnp.arange(tokens_BQ.shape[1]) < counts_B[:, None]
+        rotary, targets_per_token = spec.definition.family.rotary(positions_BQ), jnp.ones((), jnp.float32)
+        layer_rows = Rows(positions_BQ, None, rotary, None, is_real_BQ, targets_per_token)
         x_BQD = EmbedAndHead(spec, weights).embed(_document_rows(tokens_BQ, positions_BQ))
         for group in spec.definition.groups:
             layers = _layers(spec, group, weights, buffers)
@@ -261,7 +263,7 @@ def _last_layer_output(spec: StepSpec, params: Params, buffers: Params, tokens_B
     positions_BL = jnp.broadcast_to(jnp.arange(tokens_BL.shape[1], dtype=jnp.int32), tokens_BL.shape)
     rows = _document_rows(tokens_BL, positions_BL)
     weights, zero = Weights(spec, params), jnp.int32(0)
-    whole_model = Pass(zero, zero, microbatch_rows(spec, rows, None), always_run)
+    whole_model = Pass(zero, zero, microbatch_rows(spec, rows), always_run)
     x_BLD = EmbedAndHead(spec, weights).embed(rows)
     for group in spec.definition.groups:
         x_BLD = _layers(spec, group, weights, buffers).evaluate(x_BLD, whole_model)

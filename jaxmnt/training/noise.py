@@ -14,7 +14,7 @@ from jax import Array
 
 from jaxmnt.config.mesh import TOKEN_AXES
 from jaxmnt.models.contract import Params
-from jaxmnt.parallel.sharding import Axes, named_leaves
+from jaxmnt.parallel.sharding import GATHERED, Axes, named_leaves
 from jaxmnt.training.spec import StepSpec
 from jaxmnt.training.trained import select_trained
 
@@ -72,7 +72,9 @@ def _sample_axes(spec: StepSpec, names: Axes) -> frozenset[str] | None:
     placement = spec.placement
     if not set(placement.replicated_axes(names)) <= set(TOKEN_AXES):
         return None
-    token_axes = frozenset(axis for axis in TOKEN_AXES if placement.sizes[axis] > 1)
+    # An expert's gradient is that of the tokens of all devices that share the experts.
+    own_axes = {axis for name in names if name not in GATHERED for axis in placement.mesh_axes(name)}
+    token_axes = frozenset(axis for axis in TOKEN_AXES if placement.sizes[axis] > 1) - own_axes
     gathered = placement.gathered_axes(names)
     if gathered is None:
         return token_axes

@@ -111,6 +111,8 @@ def _muon(axes: Any, kinds: Any, stacks: Collection[str], dtype: jnp.dtype) -> o
         # A layer's first axis is the group's stack. Outside of layers the first axis may have the parameter's own name.
         if path[0].key in stacks:
             other_dimensions = other_dimensions[1:]
+        # Each expert has a matrix of its own.
+        other_dimensions = [index for index in other_dimensions if names[index] != "experts"]
         if not (len(residual_dimensions) == 1 and other_dimensions):
             raise ConfigError(
                 f"optimizer.rules: {parameter_name(path)} must be a matrix for muon; change the pattern, or set adamw"

@@ -46,9 +46,16 @@ HALVES = {"attention": LayerHalf(True), "mlp": LayerHalf(False)}
 """The two halves of a layer."""
 
 
-def layer_collectives(remat: str) -> tuple[int, int]:
-    """Returns how often each microbatch gathers and scatters the activations of a layer over the length."""
-    gathers, scatters = zip(*(half.collectives(remat) for half in HALVES.values()), strict=True)
+EXPERT_EXCHANGES = (3, 2)
+"""The numbers of gathers and scatters of a group's tokens in a layer of experts, for each microbatch and under every
+remat policy: x and the output forward, and x again, the output's gradient and x's gradient backward."""
+
+
+def layer_collectives(remat: str, *, has_mlp: bool = True) -> tuple[int, int]:
+    """Returns how often each microbatch gathers and scatters the activations of a layer over the length. A layer of
+    experts has no MLP, and exchanges tokens instead (`EXPERT_EXCHANGES`)."""
+    halves = [half.collectives(remat) for name, half in HALVES.items() if has_mlp or name != "mlp"]
+    gathers, scatters = zip(*halves, strict=True)
     return sum(gathers), sum(scatters)
 
 

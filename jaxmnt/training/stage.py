@@ -41,17 +41,23 @@ class Rows(NamedTuple):
     segments: Array | None  # [B, L]
     rotary: dict[str, Angles]
     row_keys: Array | None  # [B]
+    is_real: Array  # [B, L]
+    targets_per_token: Array  # a scalar
 
 
-def microbatch_rows(spec: StepSpec, rows: Batch, row_keys_B: Array | None) -> Rows:
+def microbatch_rows(
+    spec: StepSpec, rows: Batch, row_keys_B: Array | None = None, targets_per_token: Array | None = None
+) -> Rows:
     """Returns the fields that all layers use, from the rows of a microbatch. `row_keys_B` has a random key for each
-    row, or is None without dropout."""
+    row, or is None without dropout. `targets_per_token` is 1 if it is None."""
     keeps_documents_apart = spec.config.data.keeps_documents_apart
     # Unless documents are kept apart, all rows have the same positions, so one row of positions is enough.
     positions = rows["positions"] if keeps_documents_apart else rows["positions"][:1]
     segments = rows["segments"] if keeps_documents_apart else None
     rotary = spec.definition.family.rotary(positions)
-    return Rows(positions, segments, rotary, row_keys_B)
+    if targets_per_token is None:
+        targets_per_token = jnp.ones((), jnp.float32)
+    return Rows(positions, segments, rotary, row_keys_B, rows["segments"] > 0, targets_per_token)
 
 
 class Pass(NamedTuple):
@@ -307,8 +313,8 @@ class Layers:
         middle = row_count // 2
 
         def call_half(start: int, stop: int) -> LayerOutput:
-            # Fields that all rows share have the shape [1, L] and are not cut.
-            cut = lambda array: array[start:stop] if len(array) == row_count else array
+            # Fields that all rows share are scalars or have the shape [1, L], and are not cut.
+            cut = lambda array: array[start:stop] if array.ndim and len(array) == row_count else array
             return self._call(pattern_index, weights, buffers, layer_index, jax.tree.map(cut, rows), cut(x_BSD))
 
         halves = [call_half(0, middle), call_half(middle, row_count)]
@@ -330,7 +336,10 @@ class Layers:
         if keys is not None:
             keys = jax.vmap(lambda key: jax.random.fold_in(key, layer_index))(keys)
         layer = spec.definition.layer(self._group, pattern_index, weights, buffers)
-        context = LayerContext(rows.positions, rows.segments, rows.rotary, keys, spec.kernel, spec.placement, cache)
+        context = LayerContext(
+            rows.positions, rows.segments, rows.is_real, rows.targets_per_token, rows.rotary, keys, spec.kernel,
+            spec.placement, cache,
+        )  # fmt: skip
         with float8_products(spec.float8):
             return _check_output(layer(x_BSD, context), x_BSD)
 

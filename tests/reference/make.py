@@ -114,6 +114,18 @@ MODELS = {
     }),
     "gpt2-a": ("gpt2", torch.float32, {**GPT2, "n_head": 8}),
     "gpt2-b": ("gpt2", torch.bfloat16, {**GPT2, "n_head": 2, "n_inner": 135, "tie_word_embeddings": False}),
+    "mixtral-a": ("mixtral", torch.float32, {
+        **SIZES, **HEADS, "num_hidden_layers": 2, "intermediate_size": 29, "num_local_experts": 6,
+        "num_experts_per_tok": 2, "rope_parameters": PLAIN,
+    }),
+    "qwen3_moe-a": ("qwen3_moe", torch.float32, {
+        **SIZES, **HEADS, "num_hidden_layers": 2, "num_experts": 8, "num_experts_per_tok": 3,
+        "moe_intermediate_size": 21, "norm_topk_prob": True, "rope_parameters": PLAIN,
+    }),
+    "olmoe-a": ("olmoe", torch.bfloat16, {
+        **SIZES, "num_attention_heads": 6, "num_key_value_heads": 3, "num_experts": 8, "num_experts_per_tok": 4,
+        "num_hidden_layers": 2, "intermediate_size": 21, "rope_parameters": PLAIN,
+    }),
 }  # fmt: skip
 
 
@@ -129,7 +141,7 @@ def shaken(model, one_more, seed):
         elif any(part in name for part in ("embed_tokens", "wte", "wpe")):
             value = 0.5 * noise
         else:
-            inputs = parameter.shape[0] if ".c_" in name else parameter.shape[1]  # GPT-2's lie the other way
+            inputs = parameter.shape[0] if ".c_" in name else parameter.shape[-1]  # GPT-2's lie the other way
             value = 1.3 * noise / inputs**0.5
         parameter.data = value
 
@@ -162,13 +174,13 @@ def generated(model, text, length):
 def make(name, folder, seed):
     kind, dtype, sizes = MODELS[name]
     config = transformers.AutoConfig.for_model(kind, **sizes)
-    config._attn_implementation = "eager"
+    config._attn_implementation = config._experts_implementation = "eager"
     model = transformers.AutoModelForCausalLM.from_config(config)
     shaken(model, "gemma" in kind, seed)
     model.to(dtype).save_pretrained(folder / name)
     (folder / name / "generation_config.json").unlink(missing_ok=True)
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        folder / name, dtype=torch.float32, attn_implementation="eager"
+        folder / name, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
     )
     texts = documents(seed)
     found = [losses(model, text) for text in texts]
@@ -184,8 +196,25 @@ def make(name, folder, seed):
         expected["starts"] = torch.tensor([start for start, _ in prompts], dtype=torch.int32)
         expected["generated"] = torch.stack([row for _, row in prompts]).to(torch.int32)
     for parameter_name, parameter in model.named_parameters():
-        expected[f"gradient.{parameter_name}"] = parameter.grad.contiguous()
+        for tensor_name, gradient in released(kind, parameter_name, parameter.grad):
+            expected[f"gradient.{tensor_name}"] = gradient.contiguous()
     save_file(expected, folder / name / "expected.safetensors")
+
+
+def released(kind, name, array):
+    """The tensors of a parameter, as released files have them: those of each expert apart."""
+    layer, is_expert, parameter = name.partition("mlp.experts.")
+    names = {"gate_up_proj": ["gate_proj", "up_proj"], "down_proj": ["down_proj"]}.get(parameter, [])
+    if kind == "mixtral":
+        names = [{"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}[one] for one in names]
+        layer, is_expert, name = (text.replace("mlp.", "block_sparse_moe.") for text in (layer, is_expert, name))
+    if not names:
+        return [(name, array)]
+    return [
+        (f"{layer}{is_expert}{expert}.{one}.weight", part)
+        for expert, matrix in enumerate(array)
+        for one, part in zip(names, matrix.chunk(len(names)), strict=True)
+    ]
 
 
 def count(config):
@@ -200,7 +229,7 @@ def check(folder):
     """Whether models in `folder`, converted there and back, still compute the same here."""
     for name in MODELS:
         model = transformers.AutoModelForCausalLM.from_pretrained(
-            folder / name, dtype=torch.float32, attn_implementation="eager"
+            folder / name, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
         )
         wanted = load_file(HERE / name / "expected.safetensors")
         with torch.no_grad():
