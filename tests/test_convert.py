@@ -209,6 +209,10 @@ def test_experts_that_share_a_tensor_are_read(folder, name):
         arrays[f"{joined}.gate.weight"] = arrays.pop(f"{prefix}.gate.weight")
     save_file(arrays, path / "model.safetensors")
     near(logits(path), expected(name)["logits"], 2e-5, name)
+    part = f"{prefix}.experts.1.{names[2]}.weight"
+    save_file(arrays | {part: downs[1].copy()}, path / "model.safetensors")
+    with pytest.raises(ConfigError, match=rf"has {part} twice; remove one of them"):
+        logits(path)
 
 
 def test_a_host_with_other_files_is_named(folder, monkeypatch):

@@ -58,7 +58,7 @@ def make_layer(monkeypatch):
         weights = [rng.standard_normal((EXPERTS, *shape)) / 4 for shape in ((20, 12), (20, 12), (12, 20))]
         target = rng.standard_normal(x.shape)
         placement = Placement(build_mesh(Mesh(data=1), jax.devices()[:1]))
-        group = experts.ExpertGroup(placement, (), (), kind, tokens, round_rows or tokens * choices)
+        group = experts.ExpertGroup(placement, (), (), kind, round_rows or tokens * choices)
 
         def loss(x, shares, *weights):
             y, rounds = experts.mix(group, x, jnp.asarray(ids_TK)[None], shares[None], *weights)
@@ -199,6 +199,15 @@ def test_a_bias_takes_part_in_the_choice_alone():
     np.testing.assert_allclose(found.shares_BSK[..., 0], probabilities[..., 7], rtol=1e-6)
 
 
+def test_a_bias_moves_towards_even_loads():
+    family = build_family(config(model={"router_bias_rate": 0.25}).model, 64)
+    loads = jnp.array([[6.0, 0, 3, 3, 3, 3, 3, 3]])
+    old = {"load": jnp.ones((1, EXPERTS)), "bias": jnp.ones((1, EXPERTS))}
+    new = family.update_buffers({"layers": {"experts": old}}, {"layers": {"loads": loads}})["layers"]["experts"]
+    assert new["bias"].tolist() == [[0.75, 1.25, *[1.0] * 6]]
+    np.testing.assert_allclose(new["load"], loads / (24 / CHOICES))
+
+
 # -- what else knows of experts
 
 
@@ -267,7 +276,7 @@ def initial(model):
 
 
 def step(devices, **sections):
-    """The loss, the sums of layers, the new buffers and the gradients of a step."""
+    """The losses, the sums of layers and the gradients of a step."""
     chosen = config(**sections)
     spec = build_spec(chosen, VOCAB, jax.devices()[:devices])
     placement, definition = spec.placement, spec.definition
@@ -275,9 +284,8 @@ def step(devices, **sections):
 
     def compute(params, buffers, batch):
         found = mean_gradients(spec, params, buffers, batch, jnp.int32(0))
-        new = definition.family.update_buffers(buffers, found.layers) if not spec.layout.dimensions else None
         sums = {name: found.layers["layers"][name] for name in ("loads", "scores", "loss", "rounds")}
-        return (found.sums.cross_entropy * found.scale, found.sums.loss * found.scale), sums, new, found.gradients
+        return (found.sums.cross_entropy * found.scale, found.sums.loss * found.scale), sums, found.gradients
 
     state = abstract_state(spec)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, (state["params"], state["buffers"]))
@@ -285,7 +293,7 @@ def step(devices, **sections):
     axes = (definition.axes, definition.buffer_axes)
     place = lambda trees: map_with_axes(spec.layout.to_device_layout, trees, axes)
     weights = jax.jit(place, out_shardings=shardings)((params, buffers))
-    losses, sums, _, found = jax.jit(compute)(*weights, batch)
+    losses, sums, found = jax.jit(compute)(*weights, batch)
     if spec.layout.dimensions:
         found = jax.jit(lambda tree: map_with_axes(spec.layout.to_checkpoint_layout, tree, axes[0]))(found)
     return losses, jax.device_get(sums), jax.device_get(found)

@@ -164,6 +164,14 @@ def test_a_process_that_disconnects_is_lost_at_once(culprit):
     assert cluster.ends() == {number: reason for number in range(3) if number != culprit}
 
 
+def test_a_verdict_that_names_no_process_of_the_run_ends_it_all_the_same():
+    process = Process(1, 3)
+    for number, known in ((2, 2), (100_000, None)):
+        reason = ExitReason("peer_lost", "why", ExitCode.PEER, number, "host2")
+        (found,) = process.detector.on_event(0, Verdict(reason))
+        assert (found.why, found.process, found.host) == ("why", known, known and "host2")
+
+
 @pytest.mark.parametrize("settled", [False, True])
 def test_silence_counts_less_before_the_first_step(settled):
     cluster = Cluster()

@@ -194,9 +194,11 @@ def raise_together(name: str, trouble: UserError | None, identity: Identity) -> 
     A `DamagedError` stays one, and any other error keeps its text and exit code. The caller may catch it and go on,
     because no process is lost. `name` names the exchange between the processes, as in `mismatched_arrays`.
     """
-    kind = "damaged" if isinstance(trouble, DamagedError) else f"{0 if trouble is None else trouble.exit_code:d}"
+    own_message = ""
+    if trouble is not None:
+        own_message = f"{'damaged' if isinstance(trouble, DamagedError) else int(trouble.exit_code)} {trouble}"
     first_message = lambda messages: next((text for text in messages if text), "")
-    message = agree(name, f"{kind} {trouble}" if trouble else "", first_message, identity, _PEER_TIMEOUT_SECONDS)
+    message = agree(name, own_message, first_message, identity, _PEER_TIMEOUT_SECONDS)
     if message:
         kind, _, text = message.partition(" ")
         raise DamagedError(text) if kind == "damaged" else error_of(int(kind), text)

@@ -485,7 +485,8 @@ def _expand_homes(value: Any, dotted: str, source_of: Callable[[str], str]) -> A
     """Returns the value of a key, or nested settings, with `~` expanded in every path.
 
     `source_of` returns where a key was written. Values of the wrong type are unchanged, and the schema rejects them
-    later. Raises `ConfigError` for shell variables, and for `~NAME` if there is no such user.
+    later. Raises `ConfigError` for shell variables, for a path that is too long, and for `~NAME` if there is no such
+    user.
     """
     if isinstance(value, dict):
         return {

@@ -138,7 +138,7 @@ def _settings_of(family: str, hf_format: HuggingFace, tree: Tree) -> dict[str, A
         if value is not None:
             converted = _convert_number(setting.read, value, key)
             if setting.times:
-                converted *= settings[setting.times]
+                converted *= settings.get(setting.times, 1)  # the family refuses a config without it
             if settings.setdefault(setting.name, converted) != converted:
                 raise ConfigError(
                     f"{key} is {_as_json(value)}, but another key sets model.{setting.name} to "

@@ -84,7 +84,35 @@ class Folder:
                 shape = tuple(header[name]["shape"])
                 begin, _ = header[name]["data_offsets"]
                 tensors[our_name] = StoredTensor(file, shape, DTYPES[dtype_code], begin)
-        return _split_joined(tensors, hf_format.joined)
+        return self._split_joined(tensors, hf_format.joined)
+
+    def _split_joined(
+        self, tensors: dict[str, StoredTensor], joined: Mapping[str, tuple[str, ...]]
+    ) -> dict[str, StoredTensor]:
+        """Returns the tensors, with those of `joined` replaced by their parts, which are consecutive rows. Raises
+        `ConfigError` if a part is in the files as well."""
+        patterns = {re.compile(re.escape(name).replace(r"\{\}", r"(\d+)")): names for name, names in joined.items()}
+        result: dict[str, StoredTensor] = {}
+
+        def add(name: str, stored: StoredTensor) -> None:
+            if name in result:
+                raise ConfigError(f"{self._key}: {self.path} has {printable(name)} twice; remove one of them")
+            result[name] = stored
+
+        for name, stored in tensors.items():
+            matches = ((pattern.fullmatch(name), names) for pattern, names in patterns.items())
+            layer, names = next(((match[1], names) for match, names in matches if match), ("", ()))
+            if not names or len(stored.shape) not in (2, 3) or stored.shape[-2] % len(names):
+                add(name, stored)
+                continue
+            *experts, rows, columns = stored.shape
+            shape = (rows // len(names), columns)
+            part_bytes = math.prod(shape) * stored.dtype.itemsize
+            parts = itertools.product(range(math.prod(experts)), names)
+            for number, (expert, part_name) in enumerate(parts):
+                part = stored._replace(shape=shape, begin=stored.begin + number * part_bytes)
+                add(part_name.format(layer, expert=expert), part)
+        return result
 
     def match_tensors(self, definition: Definition) -> tuple[Parts, dict[str, StoredTensor]]:
         """Returns the tensors of each parameter, by its name in a checkpoint, and where the files store each tensor, by
@@ -295,25 +323,6 @@ def read_json(path: Path, key: str) -> dict[str, Any]:
 def json_bytes(tree: dict[str, Any], **options: Any) -> bytes:
     """Returns an object as the content of a JSON file in Hugging Face's layout. `options` are passed to `json_text`."""
     return (json_text(tree, indent=2, sort_keys=True, **options) + "\n").encode()
-
-
-def _split_joined(tensors: dict[str, StoredTensor], joined: Mapping[str, tuple[str, ...]]) -> dict[str, StoredTensor]:
-    """Returns the tensors, with those of `joined` replaced by their parts, which are consecutive rows."""
-    patterns = {re.compile(re.escape(name).replace(r"\{\}", r"(\d+)")): names for name, names in joined.items()}
-    result: dict[str, StoredTensor] = {}
-    for name, stored in tensors.items():
-        matches = ((pattern.fullmatch(name), names) for pattern, names in patterns.items())
-        layer, names = next(((match[1], names) for match, names in matches if match), ("", ()))
-        if not names or len(stored.shape) not in (2, 3) or stored.shape[-2] % len(names):
-            result[name] = stored
-            continue
-        *experts, rows, columns = stored.shape
-        shape = (rows // len(names), columns)
-        part_bytes = shape[0] * columns * stored.dtype.itemsize
-        for number, (expert, part_name) in enumerate(itertools.product(range(math.prod(experts)), names)):
-            begin = stored.begin + number * part_bytes
-            result[part_name.format(layer, expert=expert)] = stored._replace(shape=shape, begin=begin)
-    return result
 
 
 def _rename(name: str, renamed: Mapping[str, str]) -> str:

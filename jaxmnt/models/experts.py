@@ -27,15 +27,8 @@ from jaxmnt.config.model import Model
 from jaxmnt.models.contract import Buffer, LayerContext, Sums
 from jaxmnt.models.grouped import TILE_ROWS, ProductKind, Tiles, multiply, tiles_of, weight_gradient
 from jaxmnt.models.layers import weight
-from jaxmnt.models.routing import (
-    Routes,
-    balance_loss,
-    choose_experts,
-    loads_of_rows,
-    real_piece,
-    router_z_loss,
-)
-from jaxmnt.parallel.collectives import index_along, with_backward
+from jaxmnt.models.routing import Routes, balance_loss, choose_experts, loads_of_rows, router_z_loss
+from jaxmnt.parallel.collectives import index_along, local_shard, with_backward
 from jaxmnt.parallel.sharding import Placement
 
 EXPERT_ROUND = 1.25
@@ -67,7 +60,7 @@ class Experts(nnx.Module):
     def __call__(self, x_BSD: Array, context: LayerContext) -> tuple[Array, Array, Sums]:
         """Returns the output, the layer's terms of the loss, and its sums."""
         config, placement = self.config, context.placement
-        is_real_BS = real_piece(context.is_real_BL, placement)
+        is_real_BS = local_shard(context.is_real_BL, placement)
         logits_BSE = jnp.matmul(x_BSD.astype(jnp.float32), self.router[...], precision="highest")
         routes = choose_experts(config, logits_BSE, self.bias[...], is_real_BS)
         y_BSD, rounds = mix(
@@ -107,8 +100,6 @@ class ExpertGroup:
     other_axes: tuple[str, ...]
     """Mesh axes of the group along which devices have the same tokens, as in generation."""
     kind: ProductKind
-    tokens: int
-    """Number of tokens of the group."""
     round_rows: int
     """Rows that a device takes in one round."""
 
@@ -141,7 +132,7 @@ def expert_group(config: Model, placement: Placement, device_tokens: int) -> Exp
     rows, devices = tokens * config.experts_per_token, placement.num_shards("experts")
     if devices > 1:
         rows = min(rows, math.ceil(config.expert_round * rows / devices))
-    return ExpertGroup(placement, token_axes, in_order(group_axes - split_axes), kind, tokens, rows)
+    return ExpertGroup(placement, token_axes, in_order(group_axes - split_axes), kind, rows)
 
 
 class _Assignments(NamedTuple):
@@ -154,10 +145,6 @@ class _Assignments(NamedTuple):
     ids_TK: Array
     """The number of the expert among those of this device, or E if it is not one of them."""
     counts_E: Array
-
-    @property
-    def total(self) -> Array:
-        return jnp.sum(self.counts_E)
 
 
 class _Round(NamedTuple):
@@ -209,7 +196,7 @@ def _over_rounds(group: ExpertGroup, assignments: _Assignments, add_round: Any, 
     max_rounds = -(-assignments.order_A.size // group.round_rows)
     if max_rounds == 1:
         return add_round(0, start), jnp.int32(1)
-    rounds = jnp.maximum(1, -(-assignments.total // group.round_rows))
+    rounds = jnp.maximum(1, -(-jnp.sum(assignments.counts_E) // group.round_rows))
     # The first round is outside of the loop, so that with an even load the loop's condition is evaluated only once: on
     # GPUs, XLA copies it to the host each time.
     return jax.lax.fori_loop(1, rounds, add_round, add_round(0, start)), rounds

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxmnt.config.model import Model
-from jaxmnt.parallel.collectives import local_shard, sum_over
+from jaxmnt.parallel.collectives import sum_over
 from jaxmnt.parallel.sharding import Placement
 
 
@@ -85,8 +85,3 @@ def router_z_loss(logits_BSE: Array, is_real_BS: Array) -> Array:
     """Returns this device's sum, over real tokens, of the squared log-sum-exp of the router's logits (Zoph et al. 2022,
     arXiv:2202.08906)."""
     return jnp.sum(jnp.where(is_real_BS, jnp.square(jax.nn.logsumexp(logits_BSE, axis=-1)), 0))
-
-
-def real_piece(is_real_BL: Array, placement: Placement) -> Array:
-    """Returns this device's piece, [B, S], of the mask of real tokens."""
-    return local_shard(is_real_BL, placement) if placement.mesh_axes("sequence") else is_real_BL

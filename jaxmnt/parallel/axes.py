@@ -51,10 +51,11 @@ def num_microbatches(config: Config, sizes: Mapping[str, int]) -> int:
         larger = smaller + divisor
         possible_sizes = f"{smaller} or {larger}" if smaller else str(larger)
         per_microbatch = f" with {microbatch_size} rows per microbatch (train.microbatch_size)"
-        shard_axes = " × ".join(f"{axis} {sizes[axis]}" for axis in BATCH_AXES if sizes[axis] > 1) or "of one"
+        shard_axes = " × ".join(f"{axis} {sizes[axis]}" for axis in BATCH_AXES if sizes[axis] > 1)
+        mesh_text = f" (mesh {shard_axes})" if shard_axes else ""
         raise ConfigError(
-            f"data.global_batch_size: {rows} rows cannot be split evenly among {shards} batch shards "
-            f"(mesh {shard_axes}){per_microbatch if microbatch_size > 1 else ''}; use {possible_sizes}, or change the "
+            f"data.global_batch_size: {rows} rows cannot be split evenly among {shards} batch shards"
+            f"{mesh_text}{per_microbatch if microbatch_size > 1 else ''}; use {possible_sizes}, or change the "
             "mesh"
         )
     shard_rows = rows // shards

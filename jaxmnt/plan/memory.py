@@ -16,7 +16,6 @@ import jax
 from jaxmnt.config.schema import Config
 from jaxmnt.errors import ConfigError
 from jaxmnt.models.contract import LayerCosts
-from jaxmnt.models.experts import EXPERT_ROUND
 from jaxmnt.plan.candidates import Candidate
 from jaxmnt.plan.chips import read_table
 from jaxmnt.plan.workload import ModelShape, Scheme
@@ -166,10 +165,7 @@ def estimate_memory(
     padding = depth * chunks / model.depth
 
     # Count the parameters per device: those of the layers and the ends before sharding, and all as stored.
-    experts, others = (
-        padding * sum(count * scheme.layer_parameters(layer)[index] for count, layer in model.layers) / stages
-        for index in (0, 1)
-    )
+    experts, others = _stage_parameters(model, scheme, padding)
     layers = experts + others
     ends = model.end_parameters / devices
     stored_parameters = experts / scheme.fsdp + (others + ends) / scheme.shards + model.other_parameters / stages
@@ -208,6 +204,15 @@ def estimate_memory(
     )
 
 
+def _stage_parameters(model: ModelShape, scheme: Scheme, padding: float) -> tuple[float, float]:
+    """Returns a device's parameters of all layers of its stage, before sharding: those of experts, and the others.
+    `padding` is the ratio of slots to layers."""
+    counts = [(count, scheme.layer_parameters(layer)) for count, layer in model.layers]
+    experts = sum(count * parameters[0] for count, parameters in counts)
+    others = sum(count * parameters[1] for count, parameters in counts)
+    return padding * experts / scheme.pipeline, padding * others / scheme.pipeline
+
+
 def _memory_in_backward(model: ModelShape, scheme: Scheme, residuals: float, multiples: Multiples) -> float:
     """Estimates the memory that backward needs in addition to state, gradients, residuals and recomputed activations.
 
@@ -241,7 +246,9 @@ def _expert_bytes(model: ModelShape, scheme: Scheme, layer: LayerCosts) -> float
         return 0.0
     product = products[0]
     group_tokens = scheme.rows * scheme.length * scheme.expert
-    rows = EXPERT_ROUND * group_tokens * product.share * product.experts / (scheme.expert * scheme.model)
+    devices = scheme.expert * scheme.model
+    slack = scheme.expert_round if devices > 1 else 1.0
+    rows = min(1.0, slack / devices) * group_tokens * product.share * product.experts
     expert_size = max(product.inputs, product.outputs) // product.experts
     per_row = 3 * model.hidden + 6 * expert_size
     group_bytes = group_tokens * model.hidden * (2 * scheme.itemsize + 4)

@@ -12,6 +12,7 @@ from jaxmnt.config.schema import Config
 from jaxmnt.distributed.gpu_settings import OUR_MEMORY_FRACTION
 from jaxmnt.errors import ConfigError
 from jaxmnt.models.contract import define
+from jaxmnt.models.experts import EXPERT_ROUND
 from jaxmnt.models.registry import build_family
 from jaxmnt.parallel.sharding import Overlap
 from jaxmnt.plan.budget import make_report
@@ -149,6 +150,7 @@ class Search:
             remat=candidate.remat, dtype=self.dtype(candidate.precision),
             float8_least=self.config.train.float8_least, overlap=_guess_overlap(candidate),
             residual_bytes=row_residuals * candidate.rows / candidate.pipeline,
+            expert_round=self.config.model.expert_round or EXPERT_ROUND,
         )  # fmt: skip
         if scheme.dtype == "float8" and not uses_float8(self.shape, scheme):
             return None
@@ -279,6 +281,6 @@ def describe(candidate: Candidate) -> str:
     mesh = " × ".join(f"{axis} {size}" for axis, size in candidate.mesh.items() if size > 1) or "one device"
     rows = f"{candidate.rows} row{'s' * (candidate.rows > 1)}"
     stages = f", {candidate.chunks} chunks a stage" if candidate.chunks > 1 else ""
-    zero = f", ZeRO {candidate.zero}" if candidate.fsdp > 1 else ""
+    zero = f", ZeRO {candidate.zero}" if candidate.fsdp * candidate.expert > 1 else ""
     precision = "" if candidate.precision is None else f", {candidate.precision}"
     return f"{mesh}, {rows}{stages}, remat {candidate.remat}{zero}{precision}"

@@ -5,6 +5,7 @@ from typing import Any
 
 from jaxmnt.config.mesh import AVAILABLE_AXES
 from jaxmnt.models.contract import Definition, LayerCosts
+from jaxmnt.models.experts import EXPERT_ROUND
 from jaxmnt.parallel.sharding import Overlap
 from jaxmnt.training.memory_suggestions import residual_bytes
 from jaxmnt.training.pipeline_schedule import PipelineSchedule
@@ -69,6 +70,8 @@ class Scheme:
     fsdp: int = 1
     model: int = 1
     expert: int = 1
+    expert_round: float = EXPERT_ROUND
+    """Rows of a round of experts, relative to an even load (`model.expert_round`)."""
     zero: int = 3
     """ZeRO stage over `fsdp` and, for all but experts, `expert`."""
     chunks: int = 1
@@ -118,6 +121,7 @@ def scheme_of(spec: StepSpec) -> Scheme:
         microbatches=spec.num_microbatches,
         zero=spec.zero,
         chunks=schedule.chunks,
+        expert_round=config.model.expert_round or EXPERT_ROUND,
         remat=config.train.remat if config.train.remat != "names" else "full",
         dtype=spec.dtype.name if spec.float8 is None else "float8",
         float8_least=config.train.float8_least,
