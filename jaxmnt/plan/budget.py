@@ -100,7 +100,7 @@ def _add_expert_traffic(spec: StepSpec, traffic: Traffic, activation_bytes: floa
     if not depth:
         return
     assert model.experts_per_token
-    group = expert_group(model, placement, 1)
+    group = expert_group(model, placement, 1, spec.dtype)
     devices = math.prod(placement.sizes[axis] for axis in group.token_axes)
     axes_name = "×".join(group.token_axes)
     device_bytes = activation_bytes / placement.num_shards("sequence")
@@ -297,6 +297,7 @@ def make_report(
             "hosts": len({hosts(device) for device in spec.placement.mesh.devices.flat}),
         },
         "mesh": {axis: size for axis, size in spec.placement.sizes.items() if size > 1},
+        "kernels": spec.kernels,
         "notes": notes(spec),
         "schedule": schedule_facts(spec),
         "parameters": parameter_rows(spec),
@@ -347,6 +348,7 @@ def step_times(timeline: Timeline) -> dict[str, float]:
         "exposed_seconds": round(timeline.exposed, 4),
         "exposed_percent": round(100 * timeline.exposed / timeline.seconds, 2),
         "flops": round(timeline.flops),
+        "conditions": round(timeline.conditions, 3),
     }
 
 

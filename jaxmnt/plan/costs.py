@@ -64,6 +64,8 @@ class Costs:
                 yield self._product_cost(computation, instruction, r'"lhs_{}_dimensions":\s*\[([^\]]*)\]')
             elif name.startswith("__cudnn$fmha"):
                 yield self._attention_cost(computation, instruction, backward="Backward" in name)
+            elif name.startswith("mosaic_gpu"):
+                yield self._grouped_cost(computation, instruction)
 
     def _product_cost(self, computation: str, instruction: Instruction, dimensions: str) -> tuple[float, float]:
         """Returns (FLOPs, seconds) of a matrix product. `dimensions` is a pattern with a placeholder for
@@ -80,8 +82,25 @@ class Costs:
         # A weight's gradient contracts over the rows, which are the first dimension after the batch dimensions.
         sums_over_rows = min(contracting, default=0) == len(batch) < len(shape) - 1
         name = "float8" if dtype.startswith("f8") else _DTYPE_NAMES.get(dtype, "float32")
-        seconds = self._rates.product_seconds(rows, outputs / (rows * batch_size), depth, name, gradient=sums_over_rows)
-        return 2.0 * outputs * depth, batch_size * seconds
+        seconds = self._rates.product_seconds(
+            rows, outputs / (rows * batch_size), depth, name, batch=batch_size, gradient=sums_over_rows
+        )
+        return 2.0 * outputs * depth, seconds
+
+    def _grouped_cost(self, computation: str, instruction: Instruction) -> tuple[float, float]:
+        """Returns (FLOPs, seconds) of a grouped product by a Mosaic kernel. The last two operands are rows and weights,
+        or rows and the gradients of rows. All rows count, although some of a weight gradient's may not be used."""
+        (dtype, (rows, inputs)), (_, other) = (
+            self._operand_array(computation, name) for name in instruction.operands[-2:]
+        )
+        outputs = instruction.arrays[0][1]
+        if is_gradient := len(other) == 2:
+            experts, *_, columns = outputs
+            m, n, k, batch = inputs, columns, rows / experts, experts
+        else:
+            m, n, k, batch = rows, outputs[-1], inputs, 1
+        seconds = self._rates.product_seconds(m, n, k, _DTYPE_NAMES[dtype], batch=batch, gradient=is_gradient)
+        return 2.0 * batch * m * n * k, seconds
 
     def _attention_cost(self, computation: str, instruction: Instruction, *, backward: bool) -> tuple[float, float]:
         """Returns (FLOPs, seconds) of a call of cuDNN's fused attention."""

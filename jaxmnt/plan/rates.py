@@ -169,16 +169,19 @@ class Rates:
         finite = {name: rate for name, rate in rates.items() if rate != math.inf}
         return finite | {"products": dict(self.products), "measured": bool(self.curves)}
 
-    def product_seconds(self, m: float, n: float, k: float, dtype: str, *, gradient: bool = False) -> float:
-        """Returns the time of a product [m, k] × [k, n] in seconds, without memory traffic. `gradient` is True if it
-        contracts over rows."""
+    def product_seconds(
+        self, m: float, n: float, k: float, dtype: str, *, batch: float = 1.0, gradient: bool = False
+    ) -> float:
+        """Returns the time of `batch` products [m, k] × [k, n] at the same time, in seconds, without memory traffic.
+        `gradient` is True if they contract over rows."""
+        flops = 2.0 * batch * m * n * k
         curve = (gradient and self.curves.get((dtype, GRADIENT))) or self.curves.get((dtype, ""))
         if curve and k:
-            return 2.0 * m * n * k / curve.interpolate(m, n, k)
+            return flops / curve.interpolate(batch * m, n, k)
         share = k / (k + self.depth) if k else 1.0
         if self.cores:
-            share *= _wave_efficiency(m, n, k, self.cores)
-        return 2.0 * m * n * k / (self.products[dtype] * share)
+            share *= _wave_efficiency(m, n, k, self.cores, batch)
+        return flops / (self.products[dtype] * share)
 
     def attention_seconds(self, flops: float, length: float, *, backward: bool) -> float:
         """Returns the time of attention in seconds. `length` is that of a row, and `flops` count only pairs that the
@@ -242,17 +245,17 @@ def ring_passes(kind: str) -> int:
     return 2 if kind == "all-reduce" else 1
 
 
-def _wave_efficiency(m: float, n: float, k: float, cores: int) -> float:
-    """Returns the rate of a product [m, k] × [k, n] relative to that of a large product. It is at most 1, because the
-    last wave of tiles leaves multiprocessors idle."""
+def _wave_efficiency(m: float, n: float, k: float, cores: int, batch: float) -> float:
+    """Returns the rate of `batch` products [m, k] × [k, n] relative to that of a large product. It is at most 1,
+    because the last wave of tiles leaves multiprocessors idle. The tiles of all products share the waves."""
     best = 0.0
     for rows, columns, share in TILES:
-        waves = math.ceil(math.ceil(m / rows) * math.ceil(n / columns) / cores)
-        best = max(best, share * m * n / (rows * columns) / (waves * cores))
+        waves = math.ceil(batch * math.ceil(m / rows) * math.ceil(n / columns) / cores)
+        best = max(best, share * batch * m * n / (rows * columns) / (waves * cores))
     if best < 0.9:
         k_parts = min(8, max(1, int(k) // 1024))
-        waves = math.ceil(math.ceil(m / 128) * math.ceil(n / 128) * k_parts / cores)
-        best = max(best, _SPLIT_K_SHARE * m * n / 128**2 * k_parts / (waves * cores))
+        waves = math.ceil(batch * math.ceil(m / 128) * math.ceil(n / 128) * k_parts / cores)
+        best = max(best, _SPLIT_K_SHARE * batch * m * n / 128**2 * k_parts / (waves * cores))
     return min(best, 1.0)
 
 

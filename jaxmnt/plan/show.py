@@ -23,7 +23,11 @@ def plan_text(
     """Returns the text of a plan. `hosts` maps a device to its host."""
     blocks = [
         host_map(spec, hosts),
-        [*([] if zero is None else zero.lines()), *(f"note    {note}" for note in report["notes"])],
+        [
+            _kernel_line(report),
+            *([] if zero is None else zero.lines()),
+            *(f"note    {note}" for note in report["notes"]),
+        ],
         _schedule_lines(spec, report),
         parameter_table(report["parameters"]),
         _memory_lines(report),
@@ -59,6 +63,10 @@ def host_map(spec: StepSpec, hosts: Callable[[jax.Device], int]) -> list[str]:
             f"        host {str(host).rjust(width)}  [{' '.join('■' * len(host_coordinates))}]  {', '.join(ranges)}"
         )
     return lines
+
+
+def _kernel_line(report: Report) -> str:
+    return "kernels " + ", ".join(f"{kernel} {name}" for name, kernel in report["kernels"].items())
 
 
 def _schedule_lines(spec: StepSpec, report: Report) -> list[str]:
@@ -164,6 +172,8 @@ def _timeline_lines(report: Report, dtype: str) -> list[str]:
             f"        {seconds_text(timeline['communication_seconds'])} of communication in all; for "
             f"{timeline['exposed_percent']:g} % of the step the device waits for it"
         )
+    if timeline["conditions"]:
+        waits.append(f"        the host waits for {count(timeline['conditions'])} conditions of branches and loops")
     return [
         f"step    about {seconds_text(step['step_seconds'])}, between {seconds_text(step['from'])} and "
         f"{seconds_text(step['to'])}: {breakdown}",

@@ -71,6 +71,9 @@ class Timeline:
     rounds: list[Round]
     other_work: list[Work]
     """Work other than matrix products and attention, slowest first."""
+    conditions: float = 0.0
+    """Number of conditions that are evaluated: of branches, and of loops whose trip count the compiler does not know.
+    On GPUs, the host waits for each of them."""
 
     @property
     def exposed(self) -> float:
@@ -96,8 +99,9 @@ def replay_program(
     end = replayer.replay_computation(program.entry, _Clocks(), 1.0, False)
     other_work = sorted(replayer.other_work.values(), key=lambda work: -work.seconds)
     return Timeline(
-        end.work, end.flops, list(replayer.collectives.values()), list(replayer.rounds.values()), other_work
-    )
+        end.work, end.flops, list(replayer.collectives.values()), list(replayer.rounds.values()), other_work,
+        replayer.conditions,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -131,6 +135,7 @@ class _Replayer:
         self.collectives: dict[tuple[str, str], CollectiveTime] = {}
         self.rounds: dict[str, Round] = {}
         self.other_work: dict[tuple[str, str], Work] = {}
+        self.conditions = 0.0
 
     def replay_computation(self, name: str, clocks: _Clocks, times: float, in_branch: bool) -> _Clocks:
         """Replays a computation that runs `times` times per step. `in_branch` is True inside a branch of a condition.
@@ -208,6 +213,10 @@ class _Replayer:
         A loop of unknown length is replayed once."""
         body, iterations = instruction.loop
         is_unknown = math.isnan(iterations)
+        if not instruction.is_counted_loop and not math.isnan(times):
+            self.conditions += times * (1 + (1 if is_unknown else iterations))
+        if iterations == 0:
+            return clocks
         after_first = self.replay_computation(body, clocks, math.nan if is_unknown else times, in_branch)
         if is_unknown or iterations <= 1:
             return after_first
@@ -226,6 +235,8 @@ class _Replayer:
     def _replay_condition(self, instruction: Instruction, clocks: _Clocks, times: float, in_branch: bool) -> _Clocks:
         """Returns the weighted mean of the clocks after each branch. The weights of an outermost condition come from
         the `share` of the replay. A nested condition always takes its longest branch."""
+        if not math.isnan(times):
+            self.conditions += times
         branches = instruction.branches
         shares = [None if in_branch else self._taken_share(branch) for branch in branches]
         if all(share is None for share in shares):
