@@ -54,6 +54,9 @@ from jaxmnt.run.compile_cache import cache_single_cpu_programs_only  # imports J
 
 cache_single_cpu_programs_only()
 
+# Only newer versions of JAX interpret Mosaic kernels on a CPU.
+collect_ignore = ["test_mosaic.py"] if version("jaxlib").startswith("0.10.") else []
+
 # A collection of garbage walks all that JAX keeps of the programs before.
 gc.set_threshold(100_000, 20, 20)
 

@@ -13,8 +13,9 @@ from jaxmnt.config.load import parse_config
 from jaxmnt.config.mesh import Mesh
 from jaxmnt.data.feed import to_devices
 from jaxmnt.errors import ConfigError
-from jaxmnt.models import experts, grouped
+from jaxmnt.models import experts, mosaic, routing
 from jaxmnt.models.contract import define
+from jaxmnt.models.grouped import Products
 from jaxmnt.models.registry import build_family
 from jaxmnt.models.routing import choose_experts
 from jaxmnt.parallel.layout import map_with_axes
@@ -45,32 +46,32 @@ def config(**sections):
 # -- the layer
 
 
-@pytest.fixture
-def make_layer(monkeypatch):
-    """Returns the output, the rounds and the gradients of a layer, and a function for its float64 reference."""
+def run_layer(ids_TK, products, round_rows=None, widths=(20, 12), dtype=jnp.float32, seed=0):
+    """Returns the output, the rounds and the gradients of a layer, and the arrays for its float64 reference."""
+    tokens, choices = ids_TK.shape
+    hidden, width = widths
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal((1, tokens, hidden))
+    shares = rng.random((tokens, choices)) * (ids_TK < EXPERTS)
+    shapes = ((hidden, width), (hidden, width), (width, hidden))
+    weights = [rng.standard_normal((EXPERTS, *shape)) / 4 for shape in shapes]
+    target = rng.standard_normal(x.shape)
+    placement = Placement(build_mesh(Mesh(data=1), jax.devices()[:1]))
+    group = experts.ExpertGroup(placement, (), (), products, round_rows or tokens * choices)
 
-    def make(ids_TK, kind="loop", round_rows=None, tile=8, seed=0):
-        monkeypatch.setitem(grouped.TILE_ROWS, kind, tile)
-        tokens, choices = ids_TK.shape
-        rng = np.random.default_rng(seed)
-        x = rng.standard_normal((1, tokens, 20))
-        shares = rng.random((tokens, choices)) * (ids_TK < EXPERTS)
-        weights = [rng.standard_normal((EXPERTS, *shape)) / 4 for shape in ((20, 12), (20, 12), (12, 20))]
-        target = rng.standard_normal(x.shape)
-        placement = Placement(build_mesh(Mesh(data=1), jax.devices()[:1]))
-        group = experts.ExpertGroup(placement, (), (), kind, round_rows or tokens * choices)
+    def loss(x, shares, *weights):
+        y, rounds = experts.mix(group, x, jnp.asarray(ids_TK)[None], shares[None], *weights)
+        return jnp.sum(y * target), (y, rounds)
 
-        def loss(x, shares, *weights):
-            y, rounds = experts.mix(group, x, jnp.asarray(ids_TK)[None], shares[None], *weights)
-            return jnp.sum(y * target), (y, rounds)
+    x, *weights = (jnp.asarray(array, dtype) for array in (x, *weights))
+    compute = jax.jit(jax.value_and_grad(loss, argnums=range(5), has_aux=True))
+    with jax.default_matmul_precision("highest"):
+        (_, (y, rounds)), gradients = compute(x, jnp.asarray(shares, jnp.float32), *weights)
+    return np.asarray(y), int(rounds), gradients, (x, shares, weights, target)
 
-        arguments = [jnp.asarray(array, jnp.float32) for array in (x, shares, *weights)]
-        compute = jax.jit(jax.value_and_grad(loss, argnums=range(5), has_aux=True))
-        with jax.default_matmul_precision("highest"):
-            (_, (y, rounds)), gradients = compute(*arguments)
-        return np.asarray(y), int(rounds), gradients, (x, shares, weights, target)
 
-    return make
+def make_layer(ids_TK, kind="loop", round_rows=None, tile=8):
+    return run_layer(ids_TK, Products(kind, tile), round_rows)
 
 
 def reference(ids_TK, x, shares, weights, target):
@@ -124,13 +125,13 @@ def check_layer(ids, layer):
 
 @pytest.mark.parametrize("kind", ["loop", "chunks"])
 @pytest.mark.parametrize("name", sorted(routings()))
-def test_output_and_gradients_are_exact(make_layer, kind, name):
+def test_output_and_gradients_are_exact(kind, name):
     ids = distinct(routings()[name])
     check_layer(ids, make_layer(ids, kind))
 
 
 @pytest.mark.parametrize("rounds", [1, 2, 7])
-def test_further_rounds_drop_nothing(make_layer, rounds):
+def test_further_rounds_drop_nothing(rounds):
     ids = distinct(routings()["a third is padding"])
     assignments = int(np.sum(ids < EXPERTS))
     round_rows = ids.size if rounds == 1 else -(-assignments // rounds)
@@ -139,7 +140,7 @@ def test_further_rounds_drop_nothing(make_layer, rounds):
     check_layer(ids, layer)
 
 
-def test_a_lost_round_is_seen(make_layer, monkeypatch):
+def test_a_lost_round_is_seen(monkeypatch):
     first_round_only = lambda group, assignments, add_round, start: (add_round(0, start), jnp.int32(1))
     monkeypatch.setattr(experts, "_over_rounds", first_round_only)
     ids = distinct(routings()["random"])
@@ -147,7 +148,7 @@ def test_a_lost_round_is_seen(make_layer, monkeypatch):
         check_layer(ids, make_layer(ids, round_rows=100))
 
 
-def test_a_row_at_the_wrong_expert_is_seen(make_layer, monkeypatch):
+def test_a_row_at_the_wrong_expert_is_seen(monkeypatch):
     wrong_tiles = lambda *arguments: (tiles := right(*arguments))._replace(first_E=tiles.first_E.at[3].add(1))
     right = experts.tiles_of
     monkeypatch.setattr(experts, "tiles_of", wrong_tiles)
@@ -156,12 +157,27 @@ def test_a_row_at_the_wrong_expert_is_seen(make_layer, monkeypatch):
         check_layer(ids, make_layer(ids))
 
 
-def test_an_unmasked_tile_is_seen(make_layer, monkeypatch):
+def test_an_unmasked_tile_is_seen(monkeypatch):
     clipped = lambda rows, indices: rows.at[indices].get(mode="clip")
     monkeypatch.setattr(experts, "_take", clipped)
     ids = distinct(routings()["random"])
     with pytest.raises(AssertionError):
         check_layer(ids, make_layer(ids))
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "experts_of_device", "sizes", "reason"),
+    [
+        (9.0, "bfloat16", 16, (2048, 768), None),
+        (10.0, "bfloat16", 16, (2048, 768), "on this device"),
+        (9.0, "float32", 16, (2048, 768), "in float32"),
+        (9.0, "bfloat16", 16, (2048, 96), "with weights of 2048 × 96"),
+        (9.0, "bfloat16", 256, (2048, 768), "with 256 experts on a device"),
+    ],
+)
+def test_where_mosaic_kernels_are_used(capability, dtype, experts_of_device, sizes, reason):
+    obstacle = mosaic.obstacle(capability, jnp.dtype(dtype), experts_of_device, sizes)
+    assert obstacle is None if reason is None else obstacle.startswith(reason)
 
 
 # -- routing
@@ -332,6 +348,10 @@ MESHES = [
     {"fsdp": 4, "model": 2},
     {"pipeline": 4, "model": 2},
     {"model": 8},
+    {"pipeline": 2, "fsdp": 4},
+    {"data": 2, "fsdp": 4},
+    {"data": 4, "model": 2},
+    {"data": 4, "pipeline": 2},
 ]
 VARIANTS = [
     {"model": {"balance_over": "row"}},
@@ -344,6 +364,25 @@ CASES = [(mesh, VARIANTS[number % 3]) for number, mesh in enumerate(MESHES)]
 @pytest.mark.parametrize(("mesh", "variant"), mostly_slow({0, 1}, CASES))
 def test_a_step_is_the_same_on_any_mesh(mesh, variant):
     check_step(8, variant, mesh=mesh, train={"microbatch_size": 1})
+
+
+@pytest.mark.slow
+def test_counts_of_a_piece_of_a_row_are_seen(monkeypatch):
+    monkeypatch.setattr(routing, "sum_over", lambda axis, array, placement: array)
+    with pytest.raises(AssertionError):
+        check_step(2, VARIANTS[0], mesh={"model": 2})
+
+
+@pytest.mark.slow
+def test_a_balance_loss_of_each_microbatch_is_seen(monkeypatch):
+    def of_microbatch(config, routes, last_shares_E, is_real_BL, placement):
+        counts_E = jax.lax.stop_gradient(routing.loads_of_rows(routes.ids_BSK, EXPERTS)).sum(0)
+        factor = EXPERTS / CHOICES / jnp.maximum(is_real_BL.sum(), 1)
+        return factor * jnp.sum(counts_E * routes.scores_BSE.sum((0, 1)))
+
+    monkeypatch.setattr(experts, "balance_loss", of_microbatch)
+    with pytest.raises(AssertionError):
+        check_step(1, VARIANTS[1], train={"microbatch_size": 4})
 
 
 @pytest.mark.slow
@@ -374,6 +413,12 @@ def test_experts_that_model_does_not_divide_are_split_inside():
         ({"model": {"experts_per_token": 9}}, r"experts_per_token: 9 is more than model\.num_experts \(8\)"),
         ({"model": {"num_experts": None}}, r"model\.num_experts: the family qwen3_moe has experts; set it"),
         ({"model": {"family": "llama"}}, r"model\.num_experts: family llama does not support this setting"),
+        ({"model": {"router_score": "top"}}, r"model\.router_score: must be softmax, .*, not 'top'"),
+        ({"model": {"capacity_factor": 1.25}}, r"model\.capacity_factor: .* no token is dropped"),
+        (
+            {"model": {"experts_kernel": "mosaic"}},
+            r"experts_kernel: mosaic cannot be used on this device, only on GPUs",
+        ),
         ({"mesh": {"expert": 8}, "model": {"num_experts": 12}}, r"num_experts: 12 is not divisible by mesh\.expert 8"),
     ],
 )

@@ -138,6 +138,9 @@ class Model(Section):
         None, "Rows that a device's experts compute at a time, relative to an even load. Further rows take further "
         "rounds. Changes time and memory only. Default: 1.25.", ge=1,
     )  # fmt: skip
+    experts_kernel: Literal["auto", "xla", "mosaic"] = key(
+        "auto", "Kernels of the experts' matrix products. auto: mosaic on Hopper GPUs in bfloat16, else xla."
+    )
     dropout: float = maths_key(0.0, "Dropout rate of the outputs of attention and MLP.", ge=0, lt=1)
     attention: Literal["auto", "xla", "cudnn"] = key(
         "auto", "Attention kernel. auto: cudnn if the GPU, dtype and head width allow it, else xla."

@@ -10,7 +10,7 @@ The rows of a round lie in tiles (see `models.grouped`). Only gathers move rows 
 so the order of every sum is the same in each run.
 
 Shapes: B batch, L length, S a device's piece of the length, T tokens, K experts of a token, D model, E this device's
-experts, F MLP of an expert, N tiles, R rows of a tile.
+experts, F MLP of an expert, H = 2 F gate and up, N tiles, R rows of a tile.
 """
 
 import math
@@ -24,8 +24,11 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxmnt.config.model import Model
+from jaxmnt.errors import ConfigError
+from jaxmnt.models import mosaic
 from jaxmnt.models.contract import Buffer, LayerContext, Sums
-from jaxmnt.models.grouped import TILE_ROWS, ProductKind, Tiles, multiply, tiles_of, weight_gradient
+from jaxmnt.models.grouped import TILE_ROWS, ProductKind, Products, Tiles, multiply, tiles_of, weight_gradient
+from jaxmnt.models.kernels import device_capability
 from jaxmnt.models.layers import weight
 from jaxmnt.models.routing import Routes, balance_loss, choose_experts, loads_of_rows, router_z_loss
 from jaxmnt.parallel.collectives import index_along, local_shard, with_backward
@@ -64,7 +67,7 @@ class Experts(nnx.Module):
         logits_BSE = jnp.matmul(x_BSD.astype(jnp.float32), self.router[...], precision="highest")
         routes = choose_experts(config, logits_BSE, self.bias[...], is_real_BS)
         y_BSD, rounds = mix(
-            expert_group(config, placement, math.prod(x_BSD.shape[:2])),
+            expert_group(config, placement, math.prod(x_BSD.shape[:2]), x_BSD.dtype),
             x_BSD, routes.ids_BSK, routes.shares_BSK, self.gate[...], self.up[...], self.down[...],
         )  # fmt: skip
         loss = self._loss(logits_BSE, routes, is_real_BS, context)
@@ -99,13 +102,9 @@ class ExpertGroup:
     """Mesh axes of the group along which devices have different tokens."""
     other_axes: tuple[str, ...]
     """Mesh axes of the group along which devices have the same tokens, as in generation."""
-    kind: ProductKind
+    products: Products
     round_rows: int
     """Rows that a device takes in one round."""
-
-    @property
-    def tile_rows(self) -> int:
-        return TILE_ROWS[self.kind]
 
     def gather(self, x_TD: Array) -> Array:
         """Gathers the tokens of the group."""
@@ -120,19 +119,40 @@ class ExpertGroup:
         return x_TD
 
 
-def expert_group(config: Model, placement: Placement, device_tokens: int) -> ExpertGroup:
-    """Returns how the devices share experts, if each has `device_tokens` tokens of a microbatch."""
+def expert_group(config: Model, placement: Placement, device_tokens: int, dtype: jnp.dtype) -> ExpertGroup:
+    """Returns how the devices share experts, if each has `device_tokens` tokens of a microbatch. `dtype` is that of
+    products."""
     assert config.experts_per_token and config.expert_round
     group_axes = {*placement.mesh_axes("experts"), *placement.mesh_axes("expert_mlp")}
     split_axes = {axis for name in ("batch", "length", "sequence") for axis in placement.mesh_axes(name)}
     in_order = lambda axes: tuple(axis for axis in placement.sizes if axis in axes)
     token_axes = in_order(group_axes & split_axes)
     tokens = device_tokens * math.prod(placement.sizes[axis] for axis in token_axes)
-    kind: ProductKind = "loop" if placement.on_cpu else "chunks"
     rows, devices = tokens * config.experts_per_token, placement.num_shards("experts")
     if devices > 1:
         rows = min(rows, math.ceil(config.expert_round * rows / devices))
-    return ExpertGroup(placement, token_axes, in_order(group_axes - split_axes), kind, rows)
+    products = choose_products(config, placement, dtype)
+    return ExpertGroup(placement, token_axes, in_order(group_axes - split_axes), products, rows)
+
+
+def choose_products(config: Model, placement: Placement, dtype: jnp.dtype) -> Products:
+    """Returns how a device multiplies rows by its experts' weights in `dtype`.
+
+    Raises `ConfigError` if Mosaic kernels are requested where they cannot be used.
+    """
+    assert config.num_experts and config.expert_size
+    requested, device = config.experts_kernel, placement.mesh.devices.flat[0]
+    if requested != "xla":
+        reason = mosaic.obstacle(
+            device_capability(device), dtype, config.num_experts // placement.num_shards("experts"),
+            (config.hidden_size, config.expert_size // placement.num_shards("expert_mlp")),
+        )  # fmt: skip
+        if reason is None:
+            return Products("mosaic", TILE_ROWS["mosaic"], device.core_count)
+        if requested == "mosaic":
+            raise ConfigError(f"model.experts_kernel: mosaic cannot be used {reason}; set auto or xla")
+    kind: ProductKind = "loop" if placement.on_cpu else "chunks"
+    return Products(kind, TILE_ROWS[kind])
 
 
 class _Assignments(NamedTuple):
@@ -170,7 +190,7 @@ def _assignments(group: ExpertGroup, ids_TK: Array, experts: int) -> _Assignment
 
 def _round(group: ExpertGroup, assignments: _Assignments, index: Array | int) -> _Round:
     """Returns round `index`, which has the sorted assignments from `index · round_rows` on."""
-    first_place, tile_rows = index * group.round_rows, group.tile_rows
+    first_place, tile_rows = index * group.round_rows, group.products.tile_rows
     end_E = jnp.cumsum(assignments.counts_E)
     inside = lambda place_E: jnp.clip(place_E - first_place, 0, group.round_rows)
     begin_E = inside(end_E - assignments.counts_E)
@@ -199,7 +219,9 @@ def _over_rounds(group: ExpertGroup, assignments: _Assignments, add_round: Any, 
     rounds = jnp.maximum(1, -(-jnp.sum(assignments.counts_E) // group.round_rows))
     # The first round is outside of the loop, so that with an even load the loop's condition is evaluated only once: on
     # GPUs, XLA copies it to the host each time.
-    return jax.lax.fori_loop(1, rounds, add_round, add_round(0, start)), rounds
+    first = add_round(0, start)
+    with jax.named_scope("about_0_rounds"):  # the planner reads the number of iterations from this name
+        return jax.lax.fori_loop(1, rounds, add_round, first), rounds
 
 
 def _take(rows: Array, indices: Array) -> Array:
@@ -217,8 +239,14 @@ def _sum_choices(rows_ND: Array, row_TK: Array, factors_TK: Array | None = None)
     return total
 
 
-def _hidden(gate: Array, up: Array) -> Array:
-    """Returns SwiGLU's hidden activations."""
+def _joined(gate_EDF: Array, up_EDF: Array) -> Array:
+    """Returns the weights of gate and up side by side, so that one product reads x, and another one its gradient."""
+    return jnp.concatenate([gate_EDF, up_EDF], axis=-1)
+
+
+def _hidden(both: Array) -> Array:
+    """Returns SwiGLU's hidden activations from those of gate and up."""
+    gate, up = jnp.split(both, 2, axis=-1)
     return jax.nn.silu(gate) * up
 
 
@@ -226,10 +254,10 @@ def _mix_backward(group: ExpertGroup, saved: tuple[Array, ...], gradients: tuple
     """Returns the gradients of x, the shares and the weights. Tokens are gathered and hidden activations computed
     again, because all tokens of the group would take too much memory until here."""
     x_BSD, ids_BSK, shares_BSK, gate_EDF, up_EDF, down_EFD = saved
-    kind, choices, hidden_size = group.kind, ids_BSK.shape[-1], x_BSD.shape[-1]
+    products, choices, hidden_size = group.products, ids_BSK.shape[-1], x_BSD.shape[-1]
     x_TD, ids_TK, shares_TK = _gather_tokens(group, x_BSD, ids_BSK, shares_BSK)
     y_gradient_TD = group.gather(gradients[0].reshape(-1, hidden_size))
-    assignments = _assignments(group, ids_TK, len(gate_EDF))
+    assignments, both_EDH = _assignments(group, ids_TK, len(gate_EDF)), _joined(gate_EDF, up_EDF)
 
     def add_round(index: Array | int, sums: Any) -> Any:
         x_sum_TD, share_sum_TK, weight_sums = sums
@@ -237,20 +265,16 @@ def _mix_backward(group: ExpertGroup, saved: tuple[Array, ...], gradients: tuple
         tiles, token_NR = part.tiles, part.assignment_NR // choices
         x_NRD, y_gradient_NRD = _take(x_TD, token_NR), _take(y_gradient_TD, token_NR)
         share_NR1 = _take(shares_TK.reshape(-1), part.assignment_NR)[..., None]
-        gate_NRF = multiply(kind, x_NRD, gate_EDF, tiles)
-        up_NRF = multiply(kind, x_NRD, up_EDF, tiles)
-        hidden_NRF, hidden_backward = jax.vjp(_hidden, gate_NRF, up_NRF)
+        hidden_NRF, hidden_backward = jax.vjp(_hidden, multiply(products, x_NRD, both_EDH, tiles))
         # The gradient of a share is ⟨down(hidden), gradient⟩ = ⟨hidden, gradient · downᵀ⟩, which needs no output.
-        unscaled_NRF = multiply(kind, y_gradient_NRD, down_EFD, tiles, transposed=True).astype(jnp.float32)
+        unscaled_NRF = multiply(products, y_gradient_NRD, down_EFD, tiles, transposed=True).astype(jnp.float32)
         share_gradient_NR = jnp.sum(hidden_NRF.astype(jnp.float32) * unscaled_NRF, axis=-1)
-        gate_gradient_NRF, up_gradient_NRF = hidden_backward((unscaled_NRF * share_NR1).astype(hidden_NRF.dtype))
+        (both_gradient_NRH,) = hidden_backward((unscaled_NRF * share_NR1).astype(hidden_NRF.dtype))
         scaled_NRD = (y_gradient_NRD.astype(jnp.float32) * share_NR1).astype(x_TD.dtype)
-        x_gradient_NRD = multiply(kind, gate_gradient_NRF, gate_EDF, tiles, transposed=True)
-        x_gradient_NRD += multiply(kind, up_gradient_NRF, up_EDF, tiles, transposed=True)
+        x_gradient_NRD = multiply(products, both_gradient_NRH, both_EDH, tiles, transposed=True)
         weight_gradients = (
-            weight_gradient(kind, x_NRD, gate_gradient_NRF, tiles),
-            weight_gradient(kind, x_NRD, up_gradient_NRF, tiles),
-            weight_gradient(kind, hidden_NRF, scaled_NRD, tiles),
+            weight_gradient(products, x_NRD, both_gradient_NRH, tiles),
+            weight_gradient(products, hidden_NRF, scaled_NRD, tiles),
         )
         return (
             x_sum_TD + _sum_choices(x_gradient_NRD.reshape(-1, hidden_size), part.row_TK),
@@ -259,10 +283,11 @@ def _mix_backward(group: ExpertGroup, saved: tuple[Array, ...], gradients: tuple
         )
 
     zeros = lambda array: jnp.zeros(array.shape, jnp.float32)
-    start = (zeros(x_TD), zeros(shares_TK), tuple(map(zeros, (gate_EDF, up_EDF, down_EFD))))
-    (x_sum_TD, share_sum_TK, weight_sums), _ = _over_rounds(group, assignments, add_round, start)
+    start = (zeros(x_TD), zeros(shares_TK), (zeros(both_EDH), zeros(down_EFD)))
+    (x_sum_TD, share_sum_TK, (both_sum_EDH, down_sum_EFD)), _ = _over_rounds(group, assignments, add_round, start)
     x_gradient = group.sum_and_scatter(x_sum_TD.astype(x_BSD.dtype)).reshape(x_BSD.shape)
     share_gradient = group.sum_and_scatter(share_sum_TK).reshape(shares_BSK.shape)
+    weight_sums = (*jnp.split(both_sum_EDH, 2, axis=-1), down_sum_EFD)
     return x_gradient, None, share_gradient, *(total.astype(gate_EDF.dtype) for total in weight_sums)
 
 
@@ -282,16 +307,15 @@ def mix(
     `ids_BSK` are numbers among all experts; numbers past the last stand for no expert. The weights are those of this
     device's experts, in the dtype of x. Sums over experts are float32.
     """
-    kind, choices, hidden_size = group.kind, ids_BSK.shape[-1], x_BSD.shape[-1]
+    products, choices, hidden_size = group.products, ids_BSK.shape[-1], x_BSD.shape[-1]
     x_TD, ids_TK, shares_TK = _gather_tokens(group, x_BSD, ids_BSK, shares_BSK)
-    assignments = _assignments(group, ids_TK, len(gate_EDF))
+    assignments, both_EDH = _assignments(group, ids_TK, len(gate_EDF)), _joined(gate_EDF, up_EDF)
 
     def add_round(index: Array | int, y_TD: Array) -> Array:
         part = _round(group, assignments, index)
         x_NRD = _take(x_TD, part.assignment_NR // choices)
-        gate_NRF = multiply(kind, x_NRD, gate_EDF, part.tiles)
-        up_NRF = multiply(kind, x_NRD, up_EDF, part.tiles)
-        y_NRD = multiply(kind, _hidden(gate_NRF, up_NRF), down_EFD, part.tiles)
+        hidden_NRF = _hidden(multiply(products, x_NRD, both_EDH, part.tiles))
+        y_NRD = multiply(products, hidden_NRF, down_EFD, part.tiles)
         return y_TD + _sum_choices(y_NRD.reshape(-1, hidden_size), part.row_TK, shares_TK)
 
     y_TD, rounds = _over_rounds(group, assignments, add_round, jnp.zeros(x_TD.shape, jnp.float32))

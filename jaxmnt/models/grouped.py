@@ -5,10 +5,10 @@ more for each expert, and a tile that no expert uses is zero. `lax.ragged_dot` i
 product with every expert's weight.
 
 On CPUs, a loop multiplies the tiles that are in use. On GPUs the number of iterations must not depend on the data,
-because XLA would copy the condition of each iteration to the host and wait for it. There all tiles are multiplied, a
-constant number at a time.
+because XLA would copy the condition of each iteration to the host and wait for it. There all tiles are multiplied: by
+Mosaic kernels on Hopper (see `models.mosaic`), and elsewhere by XLA, a constant number at a time.
 
-Shapes: N tiles, R rows of a tile, E experts, D and F the sides of a weight, C tiles of a chunk.
+Shapes: N tiles, R rows of a tile, E experts, D and F the sides of a weight, C tiles of a chunk, W tiles of a window.
 """
 
 from collections.abc import Callable
@@ -18,13 +18,27 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-ProductKind = Literal["loop", "chunks"]
-"""The way to compute products: in a loop over the tiles in use, or in chunks of all tiles."""
+from jaxmnt.errors import ConfigError
+from jaxmnt.models import mosaic
 
-TILE_ROWS: dict[ProductKind, int] = {"loop": 64, "chunks": 256}
+ProductKind = Literal["loop", "chunks", "mosaic"]
+"""The way to compute products: in a loop over the tiles in use, in chunks of all tiles, or by Mosaic kernels."""
+
+TILE_ROWS: dict[ProductKind, int] = {"loop": 64, "chunks": 256, "mosaic": mosaic.BLOCK_ROWS}
 """Rows of a tile. Small tiles have fewer zeros, and large ones multiply at a higher rate."""
 _CHUNK_TILES = 32
 """Tiles of a chunk. A chunk copies the weights of its tiles."""
+_WINDOW_TILES = 4
+"""Tiles of a window. Chunks add to an expert's gradient once for each window."""
+
+
+class Products(NamedTuple):
+    """How a device computes the products."""
+
+    kind: ProductKind
+    tile_rows: int
+    cores: int = 0
+    """The number of a GPU's multiprocessors."""
 
 
 class Tiles(NamedTuple):
@@ -46,13 +60,17 @@ def tiles_of(rows_E: Array, tile_rows: int, max_rows: int) -> Tiles:
     return Tiles(end_E - count_E, count_E, jnp.minimum(expert_N, experts - 1).astype(jnp.int32))
 
 
-def multiply(kind: ProductKind, x_NRD: Array, weight_EDF: Array, tiles: Tiles, *, transposed: bool = False) -> Array:
+def multiply(products: Products, x_NRD: Array, weight_EDF: Array, tiles: Tiles, *, transposed: bool = False) -> Array:
     """Returns [N, R, F], the product of each tile with its expert's weight. If `transposed`, x is [N, R, F], and is
-    multiplied by the transposed weights."""
+    multiplied by the transposed weights. Tiles that are not in use are undefined."""
+    if products.kind == "mosaic":
+        rows_E = tiles.count_E * products.tile_rows
+        y_MF = mosaic.multiply(_without_tiles(x_NRD), weight_EDF, rows_E, transposed=transposed)
+        return y_MF.reshape(*x_NRD.shape[:2], -1)
     inner = 1 if transposed else 0
     outputs = weight_EDF.shape[1 if transposed else 2]
     multiply_tile = lambda x_RD, weight_DF: jax.lax.dot_general(x_RD, weight_DF, (((1,), (inner,)), ((), ())))
-    if kind == "chunks":
+    if products.kind == "chunks":
         product = lambda x_CRD, expert_C: jax.vmap(multiply_tile)(x_CRD, weight_EDF[expert_C])
         return _map_chunks(product, x_NRD, tiles.expert_N)
 
@@ -68,31 +86,92 @@ def multiply(kind: ProductKind, x_NRD: Array, weight_EDF: Array, tiles: Tiles, *
     return jax.lax.scan(add_expert, zeros_NRF, (weight_EDF, tiles.first_E, tiles.count_E))[0]
 
 
-def weight_gradient(kind: ProductKind, x_NRD: Array, gradient_NRF: Array, tiles: Tiles) -> Array:
+def weight_gradient(products: Products, x_NRD: Array, gradient_NRF: Array, tiles: Tiles) -> Array:
     """Returns float32 [E, D, F], the sum over each expert's tiles of x transposed times the gradient. It is zero for an
     expert without tiles."""
+    if products.kind == "mosaic":
+        rows_E = tiles.count_E * products.tile_rows
+        x_MD, gradient_MF = _without_tiles(x_NRD), _without_tiles(gradient_NRF)
+        return mosaic.weight_gradient(x_MD, gradient_MF, rows_E, products.cores).astype(jnp.float32)
     shape = (x_NRD.shape[2], gradient_NRF.shape[2])
-    multiply_tile = lambda x_RD, gradient_RF: jax.lax.dot_general(
+    multiply_rows = lambda x_RD, gradient_RF: jax.lax.dot_general(
         x_RD, gradient_RF, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32
     )
-    if kind == "chunks":
-        # Tiles are added to their experts one after another, so that the order of the sums is always the same.
-        def add_tile(total_EDF: Array, tile: tuple[Array, Array, Array]) -> tuple[Array, None]:
-            x_RD, gradient_RF, expert = tile
-            return total_EDF.at[expert].add(multiply_tile(x_RD, gradient_RF)), None
+    if products.kind == "chunks":
+        windows = tiles_of(tiles.count_E, _WINDOW_TILES, len(x_NRD))
+        pad = lambda array: jnp.pad(array, ((0, _WINDOW_TILES), (0, 0), (0, 0)))
+        x_MRD, gradient_MRF = pad(x_NRD), pad(gradient_NRF)
+
+        # Windows are added to their experts one after another, so that the order of the sums is always the same.
+        def add_window(total_EDF: Array, window: tuple[Array, Array]) -> tuple[Array, None]:
+            index, expert = window
+            first = (index - windows.first_E[expert]) * _WINDOW_TILES
+            take = lambda array: jax.lax.dynamic_slice_in_dim(array, tiles.first_E[expert] + first, _WINDOW_TILES)
+            is_own_W = first + jnp.arange(_WINDOW_TILES) < tiles.count_E[expert]
+            x_WRD = jnp.where(is_own_W[:, None, None], take(x_MRD), 0)
+            addend_DF = multiply_rows(_without_tiles(x_WRD), _without_tiles(take(gradient_MRF)))
+            return total_EDF.at[expert].add(addend_DF), None
 
         zeros_EDF = jnp.zeros((len(tiles.count_E), *shape), jnp.float32)
-        return jax.lax.scan(add_tile, zeros_EDF, (x_NRD, gradient_NRF, tiles.expert_N))[0]
+        numbers = jnp.arange(len(windows.expert_N))
+        return jax.lax.scan(add_window, zeros_EDF, (numbers, windows.expert_N))[0]
 
     def expert_gradient(_: None, expert: tuple[Array, Array]) -> tuple[None, Array]:
         first, count = expert
 
         def add_tile(index: Array, total_DF: Array) -> Array:
-            return total_DF + multiply_tile(x_NRD[first + index], gradient_NRF[first + index])
+            return total_DF + multiply_rows(x_NRD[first + index], gradient_NRF[first + index])
 
         return None, jax.lax.fori_loop(0, count, add_tile, jnp.zeros(shape, jnp.float32))
 
     return jax.lax.scan(expert_gradient, None, (tiles.first_E, tiles.count_E))[1]
+
+
+_CHECK_ROWS = (300, 0, 1, 129)
+"""Rows of each expert in `check`: several tiles, none, and one row more than none and than a tile."""
+_CHECK_TOLERANCE = 0.01
+"""The largest difference of two bfloat16 products that `check` accepts, relative to the largest number."""
+
+
+def check(products: Products) -> None:
+    """Computes small bfloat16 products on the default device, and compares them with the same products by XLA.
+
+    Raises `ConfigError` if they differ, or if the weight gradient of an expert without rows is not zero.
+    """
+    tile_rows = products.tile_rows
+    experts, inputs, outputs = len(_CHECK_ROWS), 256, 128
+    tiles = tiles_of(jnp.array(_CHECK_ROWS), tile_rows, sum(_CHECK_ROWS))
+    number_NR = (jnp.arange(len(tiles.expert_N)) - tiles.first_E[tiles.expert_N])[:, None] * tile_rows
+    is_used_NR1 = (number_NR + jnp.arange(tile_rows) < jnp.array(_CHECK_ROWS)[tiles.expert_N][:, None])[..., None]
+    random = lambda seed, *shape: jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
+    rows = is_used_NR1.shape[:2]
+    x_NRD = jnp.where(is_used_NR1, random(0, *rows, inputs), 0)
+    gradient_NRF = jnp.where(is_used_NR1, random(1, *rows, outputs), 0)
+    weight_EDF = random(2, experts, inputs, outputs)
+
+    def compute(by: Products) -> dict[str, Array]:
+        forward = multiply(by, x_NRD, weight_EDF, tiles)
+        backward = multiply(by, gradient_NRF, weight_EDF, tiles, transposed=True)
+        return {
+            "the output": jnp.where(is_used_NR1, forward, 0).astype(jnp.float32),
+            "the gradient of x": jnp.where(is_used_NR1, backward, 0).astype(jnp.float32),
+            "the gradient of the weights": weight_gradient(by, x_NRD, gradient_NRF, tiles),
+        }
+
+    actual, expected = compute(products), compute(Products("chunks", tile_rows=tile_rows))
+    for name, array in expected.items():
+        error = float(jnp.max(jnp.abs(actual[name] - array)) / jnp.max(jnp.abs(array)))
+        is_zero = name != "the gradient of the weights" or not jnp.any(actual[name][_CHECK_ROWS.index(0)])
+        if not error <= _CHECK_TOLERANCE or not is_zero:
+            raise ConfigError(
+                f"model.experts_kernel: on this GPU, {name} by {products.kind} differs from XLA's by {error:.2g} of "
+                "its largest number; set model.experts_kernel=xla"
+            )
+
+
+def _without_tiles(x_NRD: Array) -> Array:
+    """Returns the rows of all tiles, [N · R, D]."""
+    return x_NRD.reshape(-1, x_NRD.shape[-1])
 
 
 def _map_chunks(function: Callable[[Array, Array], Array], x_NRD: Array, expert_N: Array) -> Array:

@@ -68,7 +68,7 @@ def _check_inside_hosts(grid: np.ndarray, axis: str, size: int, host_of: HostOf)
             raise ConfigError(
                 f"mesh.{axis}: {size} devices would span the hosts {', '.join(hosts[:4])}, which communicate over the "
                 f"slow network; lower mesh.{axis} to at most the number of devices per host, or set "
-                "mesh.allow_split_hosts: true"
+                "mesh.allow_split_hosts: true (--dry-run shows for how long devices would then wait)"
             )
 
 

@@ -205,9 +205,10 @@ def print_program(status: StatusLine, program: Program, zero_lines: Sequence[str
     devices = program.placement.mesh.size
     precision = spec.dtype.name if spec.float8 is None else f"float8 and {spec.dtype.name}"
     status.line(f"mesh    {mesh}: {devices} {device.device_kind} device{'s' if devices > 1 else ''}")
+    kernels = "".join(f"{kernel} {name}, " for name, kernel in spec.kernels.items())
     status.line(
         f"model   {count(spec.definition.parameter_count)} parameters, {precision} compute, "
-        f"{spec.kernel} attention, "
+        f"{kernels}"
         f"{spec.num_microbatches} microbatch{'es' if spec.num_microbatches > 1 else ''} per step"
     )
     for line in zero_lines:

@@ -17,6 +17,7 @@ from jaxmnt.config.schema import Config
 from jaxmnt.distributed.container import host_memory_bytes
 from jaxmnt.distributed.gpu_settings import JAX_MEMORY_FRACTION, MEMORY_FRACTION
 from jaxmnt.errors import ConfigError
+from jaxmnt.models import grouped
 from jaxmnt.parallel.sharding import Axes, HostOf, Placement
 from jaxmnt.training import engine
 from jaxmnt.training.build import build_spec, is_planned
@@ -150,6 +151,8 @@ def compile_program(
         spec = build_spec(config, data_vocab_size, devices, host_of)
         if resolve is not None:
             spec = replace(spec, config=resolve(spec))
+        if spec.products is not None and spec.products.kind == "mosaic" and not is_planned(spec.placement):
+            grouped.check(spec.products)
         state = abstract_state(spec)
         started = time.perf_counter()
         step = compile_step(spec, state, _gpu_memory(spec.placement))
