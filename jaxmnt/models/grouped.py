@@ -33,7 +33,7 @@ _WINDOW_TILES = 4
 
 
 class Products(NamedTuple):
-    """How a device computes the products."""
+    """The way in which a device computes the products."""
 
     kind: ProductKind
     tile_rows: int

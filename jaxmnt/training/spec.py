@@ -55,7 +55,7 @@ class StepSpec:
     """Settings of projections in float8, or None if they multiply in `dtype`."""
     kernel: Kernel
     products: Products | None
-    """How a device multiplies by the weights of experts, or None in a model without experts."""
+    """The way in which a device multiplies by the weights of experts; None in a model without experts."""
     loss: Loss
     data_vocab_size: int
     fields: tuple[Field, ...]
