@@ -2,10 +2,12 @@
 
 from dataclasses import dataclass, replace
 
-from jaxmnt.models.contract import AttentionShape, LayerCosts, Product
+from jaxmnt.config.load import parse_config
+from jaxmnt.models.contract import AttentionShape, LayerCosts, Product, define
+from jaxmnt.models.registry import build_family
 from jaxmnt.plan.estimate import Estimate, Link, Links, ProgramTraits, Step, Work
 from jaxmnt.plan.rates import Rates
-from jaxmnt.plan.workload import ModelShape, Scheme
+from jaxmnt.plan.workload import ModelShape, Scheme, model_shape
 from jaxmnt.telemetry.flops import RECOMPUTE_SHARES, RecomputeShare
 
 FLASH_2 = {"ampere": 1.0, "hopper": 0.65}
@@ -56,6 +58,12 @@ def decoder(
     return ModelShape(((layers, costs),), hidden, vocab, tied)
 
 
+def preset(name: str) -> ModelShape:
+    """The shape of a released model."""
+    model = parse_config({"model": {"preset": name}}).model
+    return model_shape(define(build_family(model, model.vocab_size)))
+
+
 @dataclass(frozen=True)
 class OtherScheme(Scheme):
     """How a step of another framework is spread: also with ZeRO 0, which shards nothing over `fsdp`."""
@@ -67,11 +75,11 @@ class OtherScheme(Scheme):
 
     @property
     def devices(self) -> int:
-        return self.data * self.pipeline * self.fsdp * self.context * self.model
+        return self.data * self.pipeline * self.fsdp * self.context * self.expert * self.model
 
     @property
     def step_tokens(self) -> int:
-        return self.length * self.rows * self.microbatches * self.data * self.fsdp
+        return self.length * self.rows * self.microbatches * self.data * self.fsdp * self.expert
 
 
 @dataclass(frozen=True)
@@ -94,6 +102,8 @@ class Software(ProgramTraits):
     """Of each number that is reduced."""
     head_everywhere: bool = True
     """Whether all stages of a pipeline share the head, or the last one has it."""
+    hides_exchange: float = 0.0
+    """Share of the exchange of tokens between experts that work hides."""
     kernels_a_layer: int = 0
     """Kernels forward that the host starts one by one; 0: the program is one."""
 
@@ -110,7 +120,7 @@ class OtherStep(Step):
         self.gradient_bytes = traits.gradient_bytes
         self.tokens //= scheme.context
         self.sizes["fsdp"] *= scheme.context
-        self.shards = self.sizes["fsdp"] if scheme.zero else 1
+        self.shards = self.sizes["fsdp"] * scheme.expert if scheme.zero else 1
         if not traits.head_everywhere:
             self.head_stages = 1
 
@@ -144,6 +154,44 @@ class OtherStep(Step):
             "all-reduce", whole, "model"
         )
         return Link(seconds, seconds * (1 - self.traits.hides_model))
+
+    def dtype_of(self, product: Product) -> str:
+        """Experts are in float8 as well."""
+        return self.scheme.dtype if product.experts > 1 else super().dtype_of(product)
+
+    def expert_work(self, layer: LayerCosts) -> tuple[Work, Work]:
+        """Of Megatron-LM's experts: an even load, and no computation twice. Rows are put in the order of devices, sent,
+        put in the order of experts, and back, each time through memory, which moves c R (8 D + 3 F) bytes forward and
+        c R (8 D + 5 F) backward. With float8, rows are also padded, quantised and unpadded: 4 D + 2 F and 4 D + 4 F
+        more."""
+        products = [product for product in layer.products if product.experts > 1]
+        if not products:
+            return super().expert_work(layer)
+        rows = self.expert_rows(products[0])
+        forward, backward = zip(*(self.grouped_seconds(product, rows) for product in products), strict=True)
+        hidden, width = self.model.hidden, max(products[0].inputs, products[0].outputs) // products[0].experts
+        in_float8 = self.scheme.dtype == "float8"
+        seconds = lambda numbers: self.scheme.itemsize * rows * numbers / self.rates.memory
+        wide = (12 if in_float8 else 8) * hidden
+        forward_work = Work(sum(forward), 0.0, seconds(wide + (5 if in_float8 else 3) * width))
+        return forward_work, Work(sum(backward), 0.0, seconds(wide + (9 if in_float8 else 5) * width))
+
+    def expert_rows(self, product: Product) -> float:
+        return product.share * product.experts * self.tokens / self.scheme.model
+
+    def exchange_link(self, layer: LayerCosts) -> Link | None:
+        """Each device sends a token once to each device that has an expert of it, forward and backward, and as much
+        returns. Traffic within and between hosts goes on at the same time."""
+        scheme = self.scheme
+        size = scheme.expert * scheme.model
+        if not layer.expert_parameters or size == 1:
+            return None
+        product = next(product for product in layer.products if product.experts > 1)
+        choices = product.share * product.experts
+        sent = scheme.itemsize * self.tokens / scheme.model * self.model.hidden * (1 - (1 - 1 / size) ** choices)
+        near = self.devices_per_domain(size, 1)[0]
+        seconds = 4 * max(sent * (near - 1) / self.rates.within_host, sent * (size - near) / self.rates.between_hosts)
+        return Link(seconds, seconds * (1 - self.traits.hides_exchange))
 
     def keys_and_values(self, layer: LayerCosts, back: Work) -> Link | None:
         """Gathered over `context`, behind attention."""

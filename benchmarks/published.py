@@ -15,13 +15,15 @@ import argparse
 import csv
 import itertools
 import math
+import re
 import statistics
+import textwrap
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from other_frameworks import OtherScheme, OtherStep, decoder, software
+from other_frameworks import OtherScheme, OtherStep, decoder, preset, software
 
 from jaxmnt.plan import estimate as estimates
 from jaxmnt.plan import rates as rating
@@ -47,6 +49,10 @@ class Row:
     tokens_per_second: float
     """Of a GPU, as published."""
 
+    @property
+    def has_experts(self) -> bool:
+        return any(layer.expert_parameters for _, layer in self.model.layers)
+
 
 class OmittedError(ValueError):
     """A row that is left out, and why."""
@@ -64,6 +70,8 @@ def rows_of(path: Path) -> tuple[list[Row], Counter[str]]:
     return found, left
 
 
+_PRESETS = {"Qwen3_30B_a3B": "qwen3-30b-a3b", "Qwen3_235B_a22B": "qwen3-235b-a22b"}
+"""Mixtures of experts whose shapes are jaxmnt's presets, by the beginning of their name."""
 _EXPERTS = ("MoE", "a3B", "a22B", "DeepSeek", "OSS", "Kimi", "Nemotron_3", "Mixtral")
 _VOCABULARY = {"GPT3": 51200, "Nemotron": 256000}
 
@@ -71,27 +79,23 @@ _VOCABULARY = {"GPT3": 51200, "Nemotron": 256000}
 def _row(line: Mapping[str, str]) -> Row:
     source, notes, name = line["source"], line["notes"], line["model"]
     number = lambda key, default=None: int(float(line[key])) if line[key] else default
-    if any(word in name or word in notes for word in _EXPERTS):
-        raise OmittedError("experts")
-    if not line["layers"] or not line["hidden"]:
+    mixture = next((released for key, released in _PRESETS.items() if name.startswith(key)), None)
+    if mixture is None and any(word in name or word in notes for word in _EXPERTS):
+        raise OmittedError("other experts")
+    if mixture is None and (not line["layers"] or not line["hidden"]):
         raise OmittedError("shapes are not published")
     if not line["tp"] or not line["num_gpus"]:
         raise OmittedError("the mesh is not published")
     float8 = "fp8" in line["precision"]
-    if line["precision"] in ("mxfp8", "fp8-mx", "nvfp4", "fp8-rowwise"):
+    if line["precision"] in ("mxfp8", "fp8-mx", "nvfp4", "fp8-rowwise") and mixture is None:
         raise OmittedError(f"precision {line['precision']} is not supported")
     chip = _chip(line["gpu"])
-    heads, hidden = number("heads"), number("hidden")
-    vocab = number("vocab") or next((size for key, size in _VOCABULARY.items() if key in name), None)
-    if vocab is None:
-        raise OmittedError("shapes are not published")
-    gated = any(family in name.lower() for family in ("llama", "qwen", "mistral", "gemma"))
-    model = decoder(
-        number("layers"), hidden, heads, number("kv_heads", heads), number("ffn"), vocab,
-        gated=gated, tied=not gated,
-    )  # fmt: skip
+    model, kv_heads = _shape(line) if mixture is None else (preset(mixture), 4)
     parts = {axis: number(key, 1) for axis, key in (("model", "tp"), ("pipeline", "pp"), ("context", "cp"))}
     replicas = number("num_gpus") // math.prod(parts.values())
+    # Tensor parallelism divides experts as well, so `expert` is the rest of the group that shares them.
+    group = re.search(r"EP=(\d+)", notes) if mixture else None
+    expert = int(group.group(1)) // parts["model"] if group else 1
     batch, rows = number("global_batch_seqs"), number("micro_batch", 1)
     if not batch or batch < replicas * rows or replicas < 1:
         raise OmittedError("the batch does not divide among the GPUs")
@@ -100,16 +104,33 @@ def _row(line: Mapping[str, str]) -> Row:
     kind, zero, remat = _framework(source, notes, line["remat"])
     chunks, microbatches = number("vpp", 1) or 1, batch // (replicas * rows)
     scheme = OtherScheme(
-        length=number("seq_len"), rows=rows, microbatches=microbatches, fsdp=replicas, zero=zero, chunks=chunks,
+        length=number("seq_len"), rows=rows, microbatches=microbatches, fsdp=replicas // expert, zero=zero,
+        chunks=chunks, expert=expert,
         idle=(parts["pipeline"] - 1) / (microbatches * chunks), ticks=chunks * microbatches, remat=remat,
-        dtype="float8" if float8 else "bfloat16", kv_heads=number("kv_heads", heads), **parts,
+        dtype="float8" if float8 else "bfloat16", kv_heads=kv_heads, **parts,
     )  # fmt: skip
     rate = float(line["tokens_per_s_per_gpu"]) if line["tokens_per_s_per_gpu"] else None
     if rate is None:
         rate = _tokens_per_second(source, float(line["tflops_per_gpu"]), model, scheme)
     mesh = " ".join(f"{key}{line[key]}" for key in ("tp", "pp", "cp", "vpp") if line[key] not in ("", "1"))
+    mesh += f" ep{group.group(1)}" if group else ""
     label = f"{name}, {scheme.length}, {line['gpu']} × {line['num_gpus']}, {mesh or 'fsdp'}, {rows} rows"
     return Row(source, _publisher(source), label, model, scheme, chip, kind, rate)
+
+
+def _shape(line: Mapping[str, str]) -> tuple[ModelShape, int]:
+    """The shape of a dense decoder, and the number of its key/value heads."""
+    number = lambda key, default=None: int(float(line[key])) if line[key] else default
+    name, heads = line["model"], number("heads")
+    vocab = number("vocab") or next((size for key, size in _VOCABULARY.items() if key in name), None)
+    if vocab is None:
+        raise OmittedError("shapes are not published")
+    gated = any(family in name.lower() for family in ("llama", "qwen", "mistral", "gemma"))
+    model = decoder(
+        number("layers"), number("hidden"), heads, number("kv_heads", heads), number("ffn"), vocab,
+        gated=gated, tied=not gated,
+    )  # fmt: skip
+    return model, number("kv_heads", heads)
 
 
 def _chip(name: str) -> Chip:
@@ -211,7 +232,9 @@ def loss(rows: Sequence[Row], constants: Constants) -> float:
 
 
 def fitted(rows: Sequence[Row]) -> Constants:
-    """Constants of least loss, found one at a time until none helps. What no row needs stays at its prior."""
+    """Constants of least loss for dense models, found one at a time until none helps. What no row needs stays at its
+    prior."""
+    rows = [row for row in rows if not row.has_experts]
     mind = lambda tried: TRUST * statistics.fmean(abs(math.log(tried[name] / PRIOR[name])) for name in PRIOR)
     best, least = PRIOR, loss(rows, PRIOR)
     for step in (0.2, 0.1, 0.05, 0.02):
@@ -279,7 +302,7 @@ def table(rows: Sequence[Row], left: Counter[str], unseen: Mapping[str, Constant
     constants = standing()
     by_source = defaultdict(list)
     for row in rows:
-        by_source[row.source].append(row)
+        by_source[row.source + ", mixtures of experts" * row.has_experts].append(row)
     lines = [
         "| source | rows | estimate / published, median | error | error unseen | error with its factor | tau |",
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
@@ -288,10 +311,11 @@ def table(rows: Sequence[Row], left: Counter[str], unseen: Mapping[str, Constant
     for source, own in by_source.items():
         ratios = [predicted(row, constants) / row.tokens_per_second for row in own]
         blind = [abs(predicted(row, unseen[row.publisher]) / row.tokens_per_second - 1) for row in own]
-        told["error"] += [abs(ratio - 1) for ratio in ratios]
-        told["unseen"] += blind
         halved = list(halves(ratios)) if len(own) >= 4 else []
-        told["factor"] += halved
+        kind = "mixed " if own[0].has_experts else ""
+        told[f"{kind}error"] += [abs(ratio - 1) for ratio in ratios]
+        told[f"{kind}unseen"] += blind
+        told[f"{kind}factor"] += halved
         tau = kendall([(predicted(row, constants), row.tokens_per_second) for row in own])
         cells = (
             source.replace("|", "/"), str(len(own)), f"{statistics.median(ratios):.2f}",
@@ -301,10 +325,18 @@ def table(rows: Sequence[Row], left: Counter[str], unseen: Mapping[str, Constant
         lines.append("| " + " | ".join(cells) + " |")
     error, blind, factor = told["error"], told["unseen"], told["factor"]
     within = lambda errors: percent(sum(one <= 0.3 for one in errors) / len(errors))
-    taus = ranked(rows, lambda row: predicted(row, constants))
+    mixed = told["mixed error"]
+    dense = [row for row in rows if not row.has_experts]
+    taus = ranked(dense, lambda row: predicted(row, constants))
+    mixtures = mixed and [
+        f"All {len(mixed)} rows of mixtures of experts, to which nothing is fitted: median error "
+        f"{percent(statistics.median(mixed))}, {within(mixed)} of them within 30 %.",
+        "",
+    ]
     lines += [
         "",
-        f"All {len(rows)} rows: median error {percent(statistics.median(error))}, {within(error)} of them within 30 %. "
+        f"All {len(dense)} rows of dense models: median error {percent(statistics.median(error))}, {within(error)} of "
+        "them within 30 %. "
         "With constants that were fitted without the rows of the publisher, the median error is "
         f"{percent(statistics.median(blind))}, with {within(blind)} within 30 %. "
         "With one factor per source, fitted on one half of its rows and compared with the other: "
@@ -312,11 +344,12 @@ def table(rows: Sequence[Row], left: Counter[str], unseen: Mapping[str, Constant
         f"{len(taus)} groups. The runs of a group share source and model, and differ in mesh, batch or execution; "
         f"pairs whose published speeds are within {percent(NOISE)} are not ranked.",
         "",
+        *mixtures,
         "Rows that are left out, by reason: "
         + "; ".join(f"{reason} ({count})" for reason, count in sorted(left.items()))
         + ".",
     ]
-    return "\n".join(lines)
+    return "\n".join(line if line.startswith("|") else textwrap.fill(line, 124) for line in lines)
 
 
 def percent(value: float) -> str:

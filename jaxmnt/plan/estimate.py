@@ -221,12 +221,12 @@ class Step:
         _add_links(links, {"fsdp": self.step_weights_link(backward), "data": self.gradient_sums_link(backward)}, 1.0)
         _add_links(links, {"pipeline": self.stages_link(), "fsdp": self.ends_link()}, microbatches)
         work = Work(0, 0, 0).plus(forward.plus(backward), microbatches)
-        exposed_over_model = links["model"].exposed if "model" in links else 0.0
+        exposed_in_layers = sum(links[axis].exposed for axis in ("model", "expert") if axis in links)
         return Estimate(
             *work,
             head=microbatches * self.head_seconds(),
             optimizer=self.optimizer_seconds(),
-            bubble=scheme.idle * (work.seconds + exposed_over_model),
+            bubble=scheme.idle * (work.seconds + exposed_in_layers),
             contention=CONTENTION * sum(link.seconds - link.exposed for link in links.values()),
             host=HOST_SECONDS,
             links=links,
@@ -246,10 +246,12 @@ class Step:
         forward_products = backward_products = 0.0
         widths = 0.0  # Σ F of the formula
         for product in layer.products:
-            products_forward, products_backward = self.products_seconds(product)
-            forward_products += products_forward
-            backward_products += products_backward
+            if product.experts > 1:
+                continue
             k, n = _inputs_and_outputs(product, scheme.model)
+            tokens, dtype = product.share * self.tokens, self.dtype_of(product)
+            forward_products += self.product_seconds(tokens, n, k, dtype)
+            backward_products += self.product_seconds(tokens, k, n, dtype) + self.product_seconds(k, n, tokens, dtype)
             widths += product.share * (n if product.split == "outputs" else k)
         stream = _STREAM_PASSES * self.stream_tokens() * self.model.hidden
         elementwise = scheme.itemsize * (stream + self.tokens * widths) * traits.passes / memory
@@ -262,26 +264,53 @@ class Step:
             self.attention_seconds(layer, backward=True),
             2 * elementwise + 2 * quantization + copy_seconds,
         )
-        return forward, backward.plus(forward, self.policies[scheme.remat])
+        expert_forward, expert_backward = self.expert_work(layer)
+        backward = backward.plus(forward, self.policies[scheme.remat]).plus(expert_backward)
+        return forward.plus(expert_forward), backward
 
-    def products_seconds(self, product: Product) -> tuple[float, float]:
-        """Returns the forward and the backward time of a product of a layer. Each of a device's experts multiplies its
-        share of the tokens of all devices that share the experts."""
-        scheme, dtype = self.scheme, self.dtype_of(product)
-        tokens = product.share * self.tokens
-        count = 1.0
-        if product.experts == 1:
-            k, n = _inputs_and_outputs(product, scheme.model)
-        else:
-            k, n = (
-                side // (product.experts if product.split == name else 1)
-                for name, side in (("inputs", product.inputs), ("outputs", product.outputs))
-            )
-            count = product.experts / (scheme.expert * scheme.model)
-            tokens *= scheme.expert
-        forward = self.product_seconds(tokens, n, k, dtype)
-        backward = self.product_seconds(tokens, k, n, dtype) + self.product_seconds(k, n, tokens, dtype)
-        return count * forward, count * backward
+    def expert_work(self, layer: LayerCosts) -> tuple[Work, Work]:
+        """Returns the forward and backward work of a layer's experts for one microbatch, if there are any.
+
+        A device multiplies R rows, which are `Scheme.expert_round` times those of an even load. Backward computes gate
+        and up again, under every remat policy. Forward moves c R (3 D + 3 F) + T D (8 + c) bytes, of which the second
+        part is the sum, in float32, of the rows of the group's T tokens. Backward moves c R (7 D + 6 F) + T D (8 + c).
+        """
+        products = [product for product in layer.products if product.experts > 1]
+        if not products:
+            return Work(0, 0, 0), Work(0, 0, 0)
+        scheme, hidden = self.scheme, self.model.hidden
+        forward_products = backward_products = 0.0
+        for product in products:
+            forward, backward = self.grouped_seconds(product, self.expert_rows(product))
+            forward_products += forward
+            backward_products += backward + (forward if product.split == "outputs" else 0.0)
+        rows = self.expert_rows(products[0])
+        width = max(products[0].inputs, products[0].outputs) // products[0].experts
+        sums = self.tokens * scheme.expert * hidden * (8 + scheme.itemsize)
+        seconds = lambda numbers: (scheme.itemsize * rows * numbers + sums) / self.rates.memory
+        return (
+            Work(forward_products, 0.0, seconds(3 * hidden + 3 * width)),
+            Work(backward_products, 0.0, seconds(7 * hidden + 6 * width)),
+        )
+
+    def expert_rows(self, product: Product) -> float:
+        """Returns the number of rows that a device multiplies by the weights of its experts, for one microbatch."""
+        scheme = self.scheme
+        devices = scheme.expert * scheme.model
+        slack = min(scheme.expert_round, devices) if devices > 1 else 1.0
+        return slack * product.share * product.experts * self.tokens * scheme.expert / devices
+
+    def grouped_seconds(self, product: Product, rows: float) -> tuple[float, float]:
+        """Returns the forward and the backward time of a product of `rows` rows with the weights of a device's experts,
+        each of which has an equal part of them."""
+        k, n = (
+            side // (product.experts if product.split == name else 1)
+            for name, side in (("inputs", product.inputs), ("outputs", product.outputs))
+        )
+        dtype, experts = self.dtype_of(product), product.experts / (self.scheme.expert * self.scheme.model)
+        forward = self.product_seconds(rows, n, k, dtype, experts)
+        backward = self.product_seconds(rows, k, n, dtype, experts)
+        return forward, backward + self.product_seconds(experts * k, n, rows / experts, dtype)
 
     def stream_tokens(self) -> int:
         """Returns t / model, the number of tokens that a device has between attention and MLP."""
@@ -292,11 +321,11 @@ class Step:
         dtype = self.scheme.dtype
         return dtype if dtype != "float8" or _is_in_float8(product, self.scheme, self.tokens) else "bfloat16"
 
-    def product_seconds(self, m: float, n: float, k: float, dtype: str) -> float:
+    def product_seconds(self, m: float, n: float, k: float, dtype: str, weights: float = 1.0) -> float:
         """Returns the time of a product [m, k] × [k, n], for its FLOPs or its c (m k + k n + m n) bytes if that is
-        longer."""
+        longer. There are `weights` matrices [k, n], each of which multiplies a part of the m rows."""
         width = 1 if dtype == "float8" else self.scheme.itemsize
-        moved_bytes = width * (m * k + k * n) + self.scheme.itemsize * m * n
+        moved_bytes = width * (m * k + weights * k * n) + self.scheme.itemsize * m * n
         return max(self.rates.product_seconds(m, n, k, dtype), moved_bytes / self.rates.memory)
 
     def quantization_seconds(self, layer: LayerCosts) -> float:
@@ -379,7 +408,8 @@ class Step:
     def layer_weights_link(self, layer: LayerCosts, forward: Work, backward: Work) -> Link | None:
         """Returns the gathers and scatters of a layer's weights and gradients over `fsdp`, for one microbatch. With
         ZeRO 3 there are two gathers of c n bytes and a scatter of 4 n bytes, with ZeRO 2 only the scatter. The layer's
-        work hides all but a share of them, the first gather and the last scatter."""
+        work hides all but a share of them, the first gather and the last scatter. It hides nothing if experts exchange
+        tokens between hosts, because then the exchange, which delays the layer, occupies the same link."""
         scheme, traits = self.scheme, self.traits
         if self.shards == 1 or scheme.zero < 2:
             return None
@@ -389,6 +419,8 @@ class Step:
         exposed = max(0.0, gather - traits.hides_gathers * forward.seconds)
         exposed += max(0.0, gather + scatter - traits.hides_gathers * backward.seconds)
         seconds = 2 * gather + scatter
+        if layer.expert_parameters and self.exchange_leaves_domain():
+            exposed = seconds
         return Link(seconds, max(exposed, (gather + scatter) / self.model.depth, traits.least_exposed * seconds))
 
     def activations_link(self, layer: LayerCosts) -> Link | None:
@@ -400,6 +432,10 @@ class Step:
         seconds = gathers * self.ring_seconds("all-gather", payload, "model")
         seconds += scatters * self.ring_seconds("reduce-scatter", payload, "model")
         return Link(seconds, seconds * (1 - self.traits.hides_model))
+
+    def exchange_leaves_domain(self) -> bool:
+        """Returns True if devices without a fast link to each other share experts."""
+        return self.scheme.expert > 1 and self.scheme.expert * self.scheme.model > self.domain
 
     def exchange_link(self, layer: LayerCosts) -> Link | None:
         """Returns the exchange of a layer of experts over `expert` and `model`, for one microbatch: gathers and
