@@ -17,7 +17,7 @@ from jaxmnt.config.mesh import REPLICA_AXES, STAGE_AXIS
 from jaxmnt.distributed.gpu_settings import OUR_MEMORY_FRACTION
 from jaxmnt.errors import counted
 from jaxmnt.models.experts import expert_group
-from jaxmnt.parallel.sharding import RULES, SCALES_AND_BIASES, Axes
+from jaxmnt.parallel.sharding import FLOAT32_AXES, RULES, SCALES_AND_BIASES, Axes
 from jaxmnt.plan.chips import Chip
 from jaxmnt.plan.hlo import HOST_COPY, Collective, Program
 from jaxmnt.plan.predict import predict_step
@@ -133,7 +133,7 @@ def _add_weight_traffic(spec: StepSpec, traffic: Traffic) -> None:
             uses = 2 if names[0] in spec.slots else 1
             gathers = microbatches * uses if zero == 3 else 1
             scatters = 1 if zero == 1 else microbatches
-            gathered_bytes = 1 if name in in_float8 else compute_bytes
+            gathered_bytes = 1 if name in in_float8 else 4 if FLOAT32_AXES & {*names} else compute_bytes
             traffic["all-gather", axes_name] += gathers * stored_elements * (num_shards - 1) * gathered_bytes
             traffic["reduce-scatter", axes_name] += (
                 (name in trained) * scatters * stored_elements * (num_shards - 1) * reduce_bytes
@@ -159,10 +159,10 @@ def gathered_in_float8(spec: StepSpec) -> set[str]:
 
 
 def small_traffic_bound(spec: StepSpec) -> float:
-    """Returns an upper bound, in bytes per step, on what `minimum_traffic` leaves out. This is scales and biases, and
-    five numbers per token for the loss in every tick of a pipeline."""
-    vectors = [leaf for _, leaf, names in parameters_of(spec) if SCALES_AND_BIASES & {*names}]
-    elements = sum(map(elements_per_device, vectors))
+    """Returns an upper bound, in bytes per step, on what `minimum_traffic` leaves out. This is scales, biases, the sums
+    of routers' gradients over `model`, and five numbers per token for the loss in every tick of a pipeline."""
+    small = [leaf for _, leaf, names in parameters_of(spec) if (SCALES_AND_BIASES | {"router"}) & {*names}]
+    elements = sum(map(elements_per_device, small))
     tokens = spec.schedule.ticks * spec.microbatch_rows * spec.config.data.sequence_length
     return 2 * 4 * elements + 2 * 5 * 4 * tokens + 4096
 
