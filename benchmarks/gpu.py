@@ -330,12 +330,34 @@ def part_checkpoint(bench: Bench) -> Result:
     return {"blocked_seconds": blocked, "starts": [line["seconds"] for line in starts]}
 
 
+def part_experts(bench: Bench) -> Result:
+    """A layer of experts by each kernel against a dense MLP, and a mixture trained by the chosen kernel and by XLA."""
+    import expert_layer
+
+    cases = expert_layer.TINY if bench.rehearse else expert_layer.ON_GPU
+    width = 64 if bench.rehearse else 768
+    mixture = [
+        "model.family=qwen3_moe", "model.intermediate_size=null", f"model.expert_size={width}", "model.num_experts=16",
+        "model.experts_per_token=4", "train.precision=bfloat16",
+    ]  # fmt: skip
+    auto, xla = (
+        train(bench, f"experts-{kernel}", bench.small, *mixture, f"model.experts_kernel={kernel}")
+        for kernel in ("auto", "xla")
+    )
+    apart = max(abs(a / b - 1) for a, b in zip(losses(auto), losses(xla), strict=True))
+    return {
+        "layers": [expert_layer.measure(case, 5) for case in cases],
+        "mixture": measured(auto), "mixture_by_xla": measured(xla), "losses_apart": apart,
+    }  # fmt: skip
+
+
 PARTS: dict[str, tuple[Callable[[Bench], Result], int]] = {
     "versions": (part_versions, 60),
     "tests": (part_tests, 420),
     "bfloat16": (part_bfloat16, 540),
     "float8": (part_float8, 240),
     "packed": (part_packed, 240),
+    "experts": (part_experts, 300),
     "determinism": (part_determinism, 400),
     "convergence": (part_convergence, 400),
     "long": (part_long, 240),

@@ -111,3 +111,15 @@ def test_a_step_that_does_not_fit_is_refused_before_it_starts(config, tmp_path):
         CUDA_VISIBLE_DEVICES="0",
     )
     assert result.returncode == 2 and "memory: a step needs" in result.stderr, result.stdout + result.stderr
+
+
+@pytest.mark.parametrize("kernel", ["auto", "xla"])
+def test_a_mixture_stays_near_float32(config, tmp_path, kernel):
+    """On Hopper GPUs `auto` is Mosaic's kernels."""
+    mixture = (
+        "model.family=qwen3_moe", "model.intermediate_size=null", "model.expert_size=64", "model.num_experts=8",
+        "model.experts_per_token=2",
+    )  # fmt: skip
+    exact = train(config, tmp_path / "exact", *mixture)
+    near = train(config, tmp_path / "near", *mixture, "train.precision=bfloat16", f"model.experts_kernel={kernel}")
+    np.testing.assert_allclose(losses(near), losses(exact), rtol=0.02)
