@@ -16,6 +16,7 @@ from jaxmnt.run.failed_start import FailedStartRecorder
 from jaxmnt.telemetry.events import Events
 from jaxmnt.telemetry.loss_spikes import LossSpikeDetector
 from jaxmnt.telemetry.notify import Notifier
+from jaxmnt.telemetry.router_collapse import RouterCollapseDetector
 
 
 @pytest.fixture
@@ -104,3 +105,20 @@ def test_a_loss_that_jumps_is_seen_once():
     assert spikes(np.tile([2.0, 2.0, 2.0, 2.5], 100)) == [35], "what comes again and again is told once"
     assert spikes(np.full(200, math.log(257))) == []
     assert spikes(np.r_[np.full(100, 2.0), 2.1, 2.3]) == [101], "a constant loss has no spread, but 10 % is no spike"
+
+
+@pytest.mark.parametrize(("entropy", "load", "layer"), [(0.4, 3.0, 1), (0.8, 21.0, 2), (0.8, 3.0, None)])
+def test_a_router_that_collapses_is_named_once(entropy, load, layer):
+    detector = RouterCollapseDetector()
+    good = {
+        "expert_entropy_min": 0.9,
+        "expert_load_max": 1.5,
+        "expert_entropy_min_layer": 0,
+        "expert_load_max_layer": 0,
+    }
+    bad = {"expert_entropy_min": entropy, "expert_load_max": load, "expert_entropy_min_layer": 1,
+           "expert_load_max_layer": 2}  # fmt: skip
+    metrics = [bad] * 99 + [good] + [bad] * 300
+    collapses = [(step, found.layer) for step, one in enumerate(metrics) if (found := detector.see(one)) is not None]
+    assert collapses == ([] if layer is None else [(199, layer)])
+    assert detector.see({}) is None

@@ -92,8 +92,8 @@ class Mixture(Llama):
 
     def metrics(self, sums: dict[str, Any], tokens: Array) -> Sums:
         """Returns how even the loads are: in the worst layer, the largest load relative to the mean, the entropy of the
-        loads relative to that of even loads, and the balance loss of the global batch; and the share of experts, of all
-        layers, with less than 1 % of the mean load."""
+        loads relative to that of even loads, and the balance loss of the global batch; the layers of the first two,
+        which count from 0; and the share of experts, of all layers, with less than 1 % of the mean load."""
         layers = sums["layers"]
         loads_NE, scores_NE = layers["loads"], layers["scores"]
         experts = loads_NE.shape[-1]
@@ -103,7 +103,9 @@ class Mixture(Llama):
         entropy_N = -jnp.sum(load_NE * jnp.log(jnp.maximum(load_NE, 1e-9)), axis=-1) / jnp.log(experts)
         return {
             "expert_load_max": jnp.max(load_NE) * experts,
+            "expert_load_max_layer": jnp.argmax(jnp.max(load_NE, axis=-1)).astype(jnp.float32),
             "expert_entropy_min": jnp.min(entropy_N),
+            "expert_entropy_min_layer": jnp.argmin(entropy_N).astype(jnp.float32),
             "expert_balance_max": jnp.max(experts * jnp.sum(load_NE * score_NE, axis=-1)),
             "experts_unused": jnp.mean(load_NE * experts < 0.01),
             "expert_rounds": jnp.max(layers[ROUNDS] / jnp.maximum(layers[CALLS], 1)),

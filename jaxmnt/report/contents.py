@@ -37,7 +37,7 @@ _RECENT_STEPS = 100
 """Number of latest steps over which the speed of a run is averaged."""
 
 _MARKED_KINDS = ("bad_step", "loss_spike", "straggler", "checkpoint_failed", "checkpoint_damaged", "replicas_differ",
-                 "rows_skipped", "slow_device", "host_fault")  # fmt: skip
+                 "rows_skipped", "slow_device", "host_fault", "router_collapse")  # fmt: skip
 """Kinds of events that charts mark at the step of the event."""
 _TIMELINE_KINDS = frozenset({
     *_MARKED_KINDS, "start", "started", "checkpoint_commit", "config_change", "straggler_over", "slow_device_over",

@@ -7,7 +7,7 @@ import math
 import re
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxmnt.distributed.coordination import gather
@@ -20,6 +20,7 @@ from jaxmnt.telemetry.loss_spikes import LossSpikeDetector
 from jaxmnt.telemetry.phase_log import PhaseLog
 from jaxmnt.telemetry.phases import PHASE_ACTIVITIES, StepTimer
 from jaxmnt.telemetry.resources import ResourceLog, ResourceSampler, reader_of_gpus
+from jaxmnt.telemetry.router_collapse import RouterCollapseDetector
 from jaxmnt.telemetry.slow_devices import SlowDevice, SlowDeviceDetector
 from jaxmnt.telemetry.stragglers import Straggler
 
@@ -57,6 +58,7 @@ class Monitoring:
         """The logs of steps and of hosts; None in processes other than 0."""
         self._slow_devices = SlowDeviceDetector()
         self._losses = LossSpikeDetector()
+        self._routers = RouterCollapseDetector()
         self._reported_faults: dict[tuple[str, str], float] = {}
         """Monotonic time at which each (host, fault) was last reported."""
         self._noted_bad_report = False
@@ -126,6 +128,18 @@ class Monitoring:
             self._status.line(
                 f"WARNING step {step}: the loss jumped to {spike.loss:.4f}; the median of the previous steps is "
                 f"{spike.median:.4f}"
+            )
+
+    def check_routers(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Reports a router that collapses, from the metrics of the layers in a finished step."""
+        if self._logs is None or any(value is None for value in metrics.values()):
+            return
+        collapse = self._routers.see(metrics)
+        if collapse is not None:
+            self._events.write("router_collapse", step=step, layer=collapse.layer, why=collapse.why)
+            self._status.line(
+                f"WARNING step {step}: the router of layer {collapse.layer} sends most tokens to few experts: "
+                f"{collapse.why}; raise model.balance_loss, or lower the learning rate"
             )
 
     def end_step(self, step: int, stop: StopRequest) -> None:

@@ -64,6 +64,7 @@ def _open_log(run: ReadyRun, monitoring: Monitoring) -> TrainLog:
         run.watchdog.finished_step(seconds)
         bad_steps.see(step, values)
         monitoring.check_loss(step, values["loss"])
+        monitoring.check_routers(step, values["model"])
         if step == run.start.step + 1:
             run.clock.lap("first_step")
             run.events.write("started", step=step, seconds=run.clock.seconds, compile_cache=run.clock.compile_cache)

@@ -14,7 +14,7 @@ from jaxmnt.telemetry.events import FAILED_START, FINAL_EVENTS
 
 NOTIFIED_EVENTS = frozenset({
     "failed", FAILED_START, "peer_lost", "hang", "replicas_differ", "checkpoint_failed", "straggler", "slow_device",
-    "host_fault", "loss_spike",
+    "host_fault", "loss_spike", "router_collapse",
 })  # fmt: skip
 """Kinds of events at which the command is run."""
 

@@ -8,7 +8,7 @@ const MARKS = {
   straggler: ["o", "straggler"], slow_device: ["o", "slow device"], checkpoint_failed: ["!", "save failed"],
   checkpoint_damaged: ["!", "checkpoint damaged"], replicas_differ: ["!", "replicas differ"],
   rows_skipped: ["-", "rows skipped"],
-  host_fault: ["!", "host fault"],
+  host_fault: ["!", "host fault"], router_collapse: ["^", "router collapse"],
 };
 const zoomed = {};  // chart id → [first step, last step] that the user zoomed to
 const hidden = {};  // chart id → names of series that the user switched off
