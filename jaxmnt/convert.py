@@ -28,6 +28,7 @@ def main(arguments: list[str]) -> int:
 
 def _from_hf(options: argparse.Namespace, work: Work) -> int:
     from jaxmnt.config.load import as_typed
+    from jaxmnt.huggingface.config import scaled_settings
     from jaxmnt.huggingface.folder import Folder
     from jaxmnt.huggingface.run_from import make_run
 
@@ -36,6 +37,8 @@ def _from_hf(options: argparse.Namespace, work: Work) -> int:
     path = make_run(folder, options.output, options.dtype, progress)
     progress("")
     print(f"checkpoint {path}")
+    for note in scaled_settings(folder.config):
+        print(f"note    {note}")
     if not (options.output / "tokenizer").exists():
         print(
             f"note    {options.folder} has no tokenizer.json with an end-of-text token, so the run has no tokenizer; "
@@ -85,12 +88,14 @@ def _to_hf(options: argparse.Namespace, work: Work) -> int:
 def _settings(options: argparse.Namespace, work: Work) -> int:
     import yaml
 
-    from jaxmnt.huggingface.config import read_config
+    from jaxmnt.huggingface.config import read_config, scaled_settings
     from jaxmnt.huggingface.folder import CONFIG, Folder
 
     folder = Folder(options.folder, "settings")
     tree = {"model": read_config(folder.config, str(folder.path / CONFIG))}
     work.does("")
+    for note in scaled_settings(folder.config):
+        print(f"# {note}")
     print(yaml.safe_dump(tree, sort_keys=False), end="")
     return ExitCode.FINISHED
 

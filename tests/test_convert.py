@@ -361,6 +361,7 @@ def test_a_config_that_was_released_means_its_preset(released):
         ),
         ("llama-a", {"rope_parameters": {"rope_theta": 0}}, "rope_theta must be a number above 1, not 0"),
         ("llama-a", {"layer_types": ["sliding_attention"] * 3}, "must be full_attention for all 3 layers"),
+        ("qwen3_moe-a", {"mlp_only_layers": [0]}, r"mlp_only_layers is \[0\], but the family qwen3_moe supports only"),
         ("qwen2-a", {"use_sliding_window": True}, "use_sliding_window is true, but the family qwen2 supports only f"),
         ("gemma3-a", {"layer_types": ["full_attention"] + ["sliding_attention"] * 6}, "must repeat a pattern of"),
         ("gemma3-a", {"use_bidirectional_attention": True}, "use_bidirectional_attention is true"),
@@ -564,6 +565,8 @@ def test_settings_of_a_preset_count_where_none_are_given():
 
 
 def test_the_settings_of_a_folder_are_printed(capsys):
+    assert convert.main(["settings", str(REFERENCE / "qwen3_moe-a")]) == ExitCode.FINISHED
+    assert "# model.balance_loss is 0.003, which is router_aux_loss_coef times" in capsys.readouterr().out
     assert convert.main(["settings", str(REFERENCE / "gemma2-a")]) == ExitCode.FINISHED
     text = capsys.readouterr().out
     assert "family: gemma2" in text and "logit_soft_cap: 4.0" in text

@@ -103,6 +103,18 @@ def read_config(tree: Tree, where: str) -> dict[str, Any]:
         return _settings_of(*_family_of(tree))
 
 
+def scaled_settings(tree: Tree) -> list[str]:
+    """Returns a sentence for each key of a config.json whose number differs from that of its setting."""
+    _, hf_format, _ = _family_of(tree)
+    model = read_config(tree, "config.json")
+    return [
+        f"model.{setting.name} is {model[setting.name]:g}, which is {key} times model.{setting.times} "
+        f"({model[setting.times]}), because transformers does not divide by this number"
+        for key, setting in hf_format.settings.items()
+        if setting.times and setting.name in model
+    ]
+
+
 @contextmanager
 def _prefix_errors(where: str) -> Iterator[None]:
     """Puts `where` in front of the message of a `ConfigError`."""
