@@ -10,7 +10,6 @@ averaged over 20 steps, and `held_out` the loss on other rows, for each seed.
 """
 
 import argparse
-import itertools
 import json
 import time
 from collections.abc import Iterator
@@ -23,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from torch_curve import LENGTH, VOCAB, fields_of, tokens_of
 
 from jaxmnt.config.load import parse_config
 from jaxmnt.config.model import Model
@@ -34,7 +34,7 @@ from jaxmnt.training.compile import Program, compile_program
 from jaxmnt.training.spec import ControlFlags
 from jaxmnt.training.state import model_state
 
-ROWS, LENGTH, VOCAB, EXPERTS, CHOICES = 16, 32, 64, 8, 2
+ROWS, EXPERTS, CHOICES = 16, 8, 2
 WAYS: dict[str, dict[str, Any]] = {
     "none": {"balance_loss": 0.0},
     "row": {"balance_over": "row"},
@@ -45,7 +45,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def own_loads(config: Model, routes: Routes, last_shares_E: Array, is_real_BL: Array, placement: Placement) -> Array:
-    """The balance loss of a batch that is one microbatch on one device."""
+    """Returns the balance loss of a batch that is one microbatch on one device."""
     counts_E = jax.lax.stop_gradient(jnp.sum(loads_of_rows(routes.ids_BSK, EXPERTS), axis=0))
     scores_E = jnp.sum(routes.scores_BSE, axis=(0, 1))
     return EXPERTS / CHOICES * jnp.sum(counts_E / jnp.sum(is_real_BL) * scores_E)
@@ -67,7 +67,7 @@ def program_of(way: str, seed: int, steps: int) -> Program:
 
 
 def skewed(state: dict[str, Any]) -> dict[str, Any]:
-    """The state with a component in all embeddings to which the routers' first experts respond."""
+    """Adds to all embeddings a component to which the routers' first experts respond."""
     direction = np.random.default_rng(0).standard_normal(32).astype(np.float32)
     direction /= np.linalg.norm(direction)
     params = state["params"]
@@ -77,34 +77,21 @@ def skewed(state: dict[str, Any]) -> dict[str, Any]:
     return state
 
 
-def batches(program: Program, seed: int) -> Iterator[dict[str, Any]]:
-    chain = np.random.default_rng(1).dirichlet(np.full(VOCAB, 0.05), VOCAB).cumsum(axis=1)
-    rng = np.random.default_rng(seed)
-    while True:
-        tokens = np.zeros((ROWS, LENGTH + 1), np.int32)
-        tokens[:, 0] = rng.integers(0, VOCAB, ROWS)
-        for place in range(LENGTH):
-            below = chain[tokens[:, place]] < rng.random((ROWS, 1))
-            tokens[:, place + 1] = np.minimum(below.sum(axis=1), VOCAB - 1)
-        rows = {
-            "tokens": tokens[:, :-1], "targets": tokens[:, 1:], "weights": np.ones((ROWS, LENGTH), np.float32),
-            "segments": np.ones((ROWS, LENGTH), np.int32),
-            "positions": np.tile(np.arange(LENGTH, dtype=np.int32), (ROWS, 1)),
-        }  # fmt: skip
-        yield to_devices(rows, list(range(ROWS)), ROWS, program.batch_sharding)
+def batches(program: Program, seed: int, steps: int) -> Iterator[dict[str, Any]]:
+    """Yields batches of a random Markov chain, with flags."""
+    control = {"control": ControlFlags(program.control_sharding).array()}
+    for tokens in tokens_of(steps, ROWS, seed):
+        yield to_devices(fields_of(tokens), list(range(ROWS)), ROWS, program.batch_sharding) | control
 
 
 def train(way: str, seed: int, steps: int) -> tuple[np.ndarray, float]:
-    """The largest loads of all steps, and the loss on 20 other batches."""
+    """Returns the largest load in each step, and the loss on 20 other batches."""
     program = program_of(way, seed, steps)
     state, loads = skewed(program.init()), []
-    control = {"control": ControlFlags(program.control_sharding).array()}
-    for batch in itertools.islice(batches(program, 10 + seed), steps):
-        state, values = program.step(state, batch | control)
+    for batch in batches(program, 10 + seed, steps):
+        state, values = program.step(state, batch)
         loads.append(values["model"]["expert_load_max"])
-    held_out = [
-        program.evaluate(model_state(state), batch | control) for batch in itertools.islice(batches(program, 5), 20)
-    ]
+    held_out = [program.evaluate(model_state(state), batch) for batch in batches(program, 5, 20)]
     loss = sum(float(sums["loss_sum"]) for sums in held_out) / sum(float(sums["tokens"]) for sums in held_out)
     return np.asarray(jax.device_get(loads)), loss
 
@@ -120,7 +107,6 @@ def measure(way: str, steps: int, seeds: int) -> dict[str, Any]:
         },
         "even_from_step": int(np.max(np.nonzero(is_uneven)[0], initial=-1)) + 21 if not is_uneven[-1] else None,
         "largest_load_of_last_half": round(float(smooth[:, len(smooth[0]) // 2 :].max()), 2),
-        "largest_load_of_a_step_of_last_half": round(max(float(load[steps // 2 :].max()) for load in loads), 2),
         "held_out": [round(loss, 4) for loss in losses],
     }
 

@@ -47,18 +47,18 @@ ON_GPU = (Case(65536, 2048, 16, 8, 768), Case(16384, 4096, 8, 2, 14336))
 TINY = (Case(256, 64, 4, 2, 64),)
 
 
-def kernels(case: Case, dtype: Any) -> list[grouped.Products]:
-    """The ways to multiply on this device."""
+def methods(case: Case, dtype: Any) -> list[grouped.ProductMethod]:
+    """Returns the methods that this device supports."""
     device = jax.devices()[0]
     kinds: list[grouped.ProductKind] = ["loop", "chunks"] if device.platform == "cpu" else ["chunks"]
-    found = [grouped.Products(kind, grouped.TILE_ROWS[kind]) for kind in kinds]
+    found = [grouped.ProductMethod(kind, grouped.TILE_ROWS[kind]) for kind in kinds]
     if mosaic.obstacle(device_capability(device), dtype, case.experts, (case.hidden, case.width)) is None:
-        found.append(grouped.Products("mosaic", mosaic.BLOCK_ROWS, device.core_count))
+        found.append(grouped.ProductMethod("mosaic", mosaic.BLOCK_ROWS, device.core_count))
     return found
 
 
-def layers(case: Case, dtype: Any, ways: list[grouped.Products]) -> dict[str, Callable[[], Any]]:
-    """Functions that compute the gradients of the MLP and of the layer of experts."""
+def layers(case: Case, dtype: Any, ways: list[grouped.ProductMethod]) -> dict[str, Callable[[], Any]]:
+    """Returns functions that compute the output and the gradients of the MLP, and of the layer by each method."""
     settings = {
         "family": "qwen3_moe", "vocab_size": 64, "hidden_size": case.hidden, "num_layers": 1, "num_heads": 1,
         "num_experts": case.experts, "experts_per_token": case.choices, "expert_size": case.width,
@@ -77,7 +77,7 @@ def layers(case: Case, dtype: Any, ways: list[grouped.Products]) -> dict[str, Ca
     def mlp(x: Array, gate: Array, up: Array, down: Array) -> Array:
         return (jax.nn.silu(x @ gate) * (x @ up)) @ down
 
-    def mixture(by: grouped.Products) -> Callable[..., Array]:
+    def mixture(by: grouped.ProductMethod) -> Callable[..., Array]:
         group = experts.ExpertGroup(placement, (), (), by, case.tokens * case.choices)
 
         def layer(x: Array, router: Array, *weights: Array) -> Array:
@@ -88,7 +88,11 @@ def layers(case: Case, dtype: Any, ways: list[grouped.Products]) -> dict[str, Ca
         return layer
 
     def backward(layer: Callable[..., Array], *arguments: Array) -> Callable[[], Any]:
-        compute = jax.jit(lambda gradient, *arguments: jax.vjp(jax.checkpoint(layer), *arguments)[1](gradient))
+        def forward_and_backward(gradient: Array, *arguments: Array) -> tuple[Array, ...]:
+            y, pull_back = jax.vjp(jax.checkpoint(layer), *arguments)
+            return y, *pull_back(gradient)
+
+        compute = jax.jit(forward_and_backward)
         return lambda: jax.block_until_ready(compute(gradient_BSD, *arguments))
 
     return {"mlp": backward(mlp, x_BSD, *dense)} | {
@@ -98,7 +102,7 @@ def layers(case: Case, dtype: Any, ways: list[grouped.Products]) -> dict[str, Ca
 
 def measure(case: Case, rounds: int) -> dict[str, Any]:
     dtype = jnp.dtype("float32" if jax.devices()[0].platform == "cpu" else "bfloat16")
-    ways = kernels(case, dtype)
+    ways = methods(case, dtype)
     for by in ways:
         if by.kind == "mosaic":
             grouped.check(by)
@@ -112,7 +116,8 @@ def measure(case: Case, rounds: int) -> dict[str, Any]:
             function()
             seconds[name].append(time.perf_counter() - start)
     median = {name: statistics.median(times) for name, times in seconds.items()}
-    flops = 2 * 4 * 3 * case.tokens * case.hidden * case.choices * case.width  # forward twice, and backward
+    # Forward has three products, backward has six, and recomputes two.
+    flops = 2 * 11 * case.tokens * case.hidden * case.choices * case.width
     return vars(case) | {
         "dtype": dtype.name,
         "seconds": {name: round(value, 5) for name, value in median.items()},

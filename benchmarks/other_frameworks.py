@@ -93,6 +93,7 @@ class Software(ProgramTraits):
     hides_ends: float = 1.0
     hides_sum: float = 0.9
     hides_model: float = 0.0
+    hides_exchange: float = 0.0
     exposes_stages: float = 0.1
     attention: float = 1.0
     """The rate of its attention, in times of the generation's best kernels; 0: scores go through memory."""
@@ -102,8 +103,6 @@ class Software(ProgramTraits):
     """Of each number that is reduced."""
     head_everywhere: bool = True
     """Whether all stages of a pipeline share the head, or the last one has it."""
-    hides_exchange: float = 0.0
-    """Share of the exchange of tokens between experts that work hides."""
     kernels_a_layer: int = 0
     """Kernels forward that the host starts one by one; 0: the program is one."""
 

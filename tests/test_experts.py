@@ -2,6 +2,7 @@
 
 import functools
 import json
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +14,9 @@ from jaxmnt.config.load import parse_config
 from jaxmnt.config.mesh import Mesh
 from jaxmnt.data.feed import to_devices
 from jaxmnt.errors import ConfigError
-from jaxmnt.models import experts, mosaic, routing
+from jaxmnt.models import experts, grouped, mosaic, routing
 from jaxmnt.models.contract import define
-from jaxmnt.models.grouped import Products
+from jaxmnt.models.grouped import ProductMethod
 from jaxmnt.models.registry import build_family
 from jaxmnt.models.routing import choose_experts
 from jaxmnt.parallel.layout import map_with_axes
@@ -71,7 +72,7 @@ def run_layer(ids_TK, products, round_rows=None, widths=(20, 12), dtype=jnp.floa
 
 
 def make_layer(ids_TK, kind="loop", round_rows=None, tile=8):
-    return run_layer(ids_TK, Products(kind, tile), round_rows)
+    return run_layer(ids_TK, ProductMethod(kind, tile), round_rows)
 
 
 def reference(ids_TK, x, shares, weights, target):
@@ -128,6 +129,14 @@ def check_layer(ids, layer):
 def test_output_and_gradients_are_exact(kind, name):
     ids = distinct(routings()[name])
     check_layer(ids, make_layer(ids, kind))
+
+
+def test_several_chunks_of_tiles_are_exact():
+    """Of more tiles than a chunk has, also over further rounds."""
+    ids = distinct(routings()["random"])
+    assert len(grouped.tiles_of(jnp.zeros(EXPERTS, jnp.int32), 2, ids.size).expert_N) > 2 * grouped._CHUNK_TILES
+    for round_rows in (None, 70):
+        check_layer(ids, make_layer(ids, "chunks", round_rows, tile=2))
 
 
 @pytest.mark.parametrize("rounds", [1, 2, 7])
@@ -300,7 +309,7 @@ def step(devices, **sections):
 
     def compute(params, buffers, batch):
         found = mean_gradients(spec, params, buffers, batch, jnp.int32(0))
-        sums = {name: found.layers["layers"][name] for name in ("loads", "scores", "loss", "rounds")}
+        sums = {name: found.layers["layers"][name] for name in ("loads", "scores", "loss", "rounds", "calls")}
         return (found.sums.cross_entropy * found.scale, found.sums.loss * found.scale), sums, found.gradients
 
     state = abstract_state(spec)
@@ -398,7 +407,29 @@ def test_a_balance_loss_of_each_microbatch_is_seen(monkeypatch):
 )
 def test_other_ways_to_share_weights_change_nothing(sections):
     sums = check_step(8, VARIANTS[0], **sections)
-    assert (sums["rounds"] > 0).all()
+    takes_more = sections.get("model", {}).get("expert_round") == 1.0
+    assert (sums["rounds"] > sums["calls"]).all() if takes_more else (sums["rounds"] >= sums["calls"]).all()
+
+
+@pytest.mark.slow
+def test_the_worst_routing_takes_further_rounds(monkeypatch):
+    """All tokens use the same three of eight experts, each of which is on a device of its own. By default a device
+    takes 1.25 times the rows of an even load at a time, which is 15/32 of the tokens, two thirds of which are real."""
+
+    def skewed(model):
+        params, buffers = unskewed(model)
+        bias = np.where(np.arange(EXPERTS) < CHOICES, 9, 0).astype(np.float32)
+        return params, {"layers": {"experts": buffers["layers"]["experts"] | {"bias": np.tile(bias, (4, 1))}}}
+
+    unskewed = initial
+    monkeypatch.setattr(sys.modules[__name__], "initial", skewed)
+    on_one_device.cache_clear()
+    try:
+        sums = check_step(8, VARIANTS[0], mesh={"expert": 8})
+    finally:
+        on_one_device.cache_clear()
+    assert (sums["loads"] > 0).sum(axis=-1).tolist() == [CHOICES] * 4
+    assert sums["rounds"].tolist() == [2 * CHOICES + 5] * 4  # five devices have no tokens, and take one round
 
 
 @pytest.mark.slow

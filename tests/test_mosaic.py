@@ -9,9 +9,9 @@ from test_experts import EXPERTS, distinct, reference, routings, run_layer
 
 from jaxmnt.errors import ConfigError
 from jaxmnt.models import mosaic
-from jaxmnt.models.grouped import Products, check
+from jaxmnt.models.grouped import ProductMethod, check
 
-MOSAIC = Products("mosaic", mosaic.BLOCK_ROWS, cores=2)
+MOSAIC = ProductMethod("mosaic", mosaic.BLOCK_ROWS, cores=2)
 
 
 @pytest.mark.parametrize(
@@ -27,6 +27,9 @@ def test_a_layer_agrees_with_float64(name, round_rows, rounds):
     wanted_y, wanted = reference(ids, *arrays)
     assert taken == rounds
     np.testing.assert_allclose(y, wanted_y, atol=0.02 * np.abs(wanted_y).max())
+    np.testing.assert_allclose(gradients[0].astype(jnp.float32), wanted[0], atol=0.03 * np.abs(wanted[0]).max())
+    share_gradient = np.where(ids < EXPERTS, wanted[1], 0)
+    np.testing.assert_allclose(gradients[1], share_gradient, atol=0.03 * np.abs(wanted[1]).max())
     for gradient, value in zip(gradients[2:], wanted[2:], strict=True):
         for expert in range(EXPERTS):
             error = np.abs(gradient[expert].astype(np.float64) - value[expert]).max()

@@ -5,13 +5,16 @@ import math
 import sys
 import time
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import until
 
+from jaxmnt.config.load import parse_config
 from jaxmnt.distributed.identity import Identity
 from jaxmnt.distributed.termination import ExitHandler
 from jaxmnt.errors import ConfigError
+from jaxmnt.models.registry import build_family
 from jaxmnt.run.failed_start import FailedStartRecorder
 from jaxmnt.telemetry.events import Events
 from jaxmnt.telemetry.loss_spikes import LossSpikeDetector
@@ -107,18 +110,22 @@ def test_a_loss_that_jumps_is_seen_once():
     assert spikes(np.r_[np.full(100, 2.0), 2.1, 2.3]) == [101], "a constant loss has no spread, but 10 % is no spike"
 
 
-@pytest.mark.parametrize(("entropy", "load", "layer"), [(0.4, 3.0, 1), (0.8, 21.0, 2), (0.8, 3.0, None)])
-def test_a_router_that_collapses_is_named_once(entropy, load, layer):
-    detector = RouterCollapseDetector()
-    good = {
-        "expert_entropy_min": 0.9,
-        "expert_load_max": 1.5,
-        "expert_entropy_min_layer": 0,
-        "expert_load_max_layer": 0,
-    }
-    bad = {"expert_entropy_min": entropy, "expert_load_max": load, "expert_entropy_min_layer": 1,
-           "expert_load_max_layer": 2}  # fmt: skip
-    metrics = [bad] * 99 + [good] + [bad] * 300
-    collapses = [(step, found.layer) for step, one in enumerate(metrics) if (found := detector.see(one)) is not None]
-    assert collapses == ([] if layer is None else [(199, layer)])
+@pytest.mark.parametrize(
+    ("used", "layer"),
+    [([1, 1, 0, 0, 0, 0, 0, 0], 1), ([1, 1, 1, 0, 0, 0, 0, 0.01], 1), ([1, 1, 1, 1, 1, 0.5, 0.5, 0.5], None)],
+)
+def test_a_router_that_collapses_is_named_once(used, layer):
+    """Loads of layer 1 of two, whose tokens use two of eight experts. A good step between starts the count anew."""
+    settings = {"family": "qwen3_moe", "num_experts": 8, "experts_per_token": 2, "expert_size": 8, "vocab_size": 64}
+    family = build_family(parse_config({"model": settings}).model, 64)
+
+    def metrics(loads):
+        sums = {"loads": jnp.array([[1.0] * 8, loads]), "scores": jnp.ones((2, 8)), "rounds": jnp.ones(2), "calls": 1}
+        return {name: float(value) for name, value in family.metrics({"layers": sums}, jnp.float32(8)).items()}
+
+    detector, good, bad = RouterCollapseDetector(), metrics([1.0] * 8), metrics(used)
+    assert good["expert_evenness_min"] == pytest.approx(1)
+    steps = [bad] * 99 + [good] + [bad] * 300
+    reported = [(step, named) for step, one in enumerate(steps) if (named := detector.see(one)) is not None]
+    assert reported == ([] if layer is None else [(199, layer)])
     assert detector.see({}) is None

@@ -27,7 +27,7 @@ from jaxmnt.config.model import Model
 from jaxmnt.errors import ConfigError
 from jaxmnt.models import mosaic
 from jaxmnt.models.contract import Buffer, LayerContext, Sums
-from jaxmnt.models.grouped import TILE_ROWS, ProductKind, Products, Tiles, multiply, tiles_of, weight_gradient
+from jaxmnt.models.grouped import TILE_ROWS, ProductKind, ProductMethod, Tiles, multiply, tiles_of, weight_gradient
 from jaxmnt.models.kernels import device_capability
 from jaxmnt.models.layers import weight
 from jaxmnt.models.routing import Routes, balance_loss, choose_experts, loads_of_rows, router_z_loss
@@ -102,7 +102,7 @@ class ExpertGroup:
     """Mesh axes of the group along which devices have different tokens."""
     other_axes: tuple[str, ...]
     """Mesh axes of the group along which devices have the same tokens, as in generation."""
-    products: Products
+    method: ProductMethod
     round_rows: int
     """Rows that a device takes in one round."""
 
@@ -131,11 +131,11 @@ def expert_group(config: Model, placement: Placement, device_tokens: int, dtype:
     rows, devices = tokens * config.experts_per_token, placement.num_shards("experts")
     if devices > 1:
         rows = min(rows, math.ceil(config.expert_round * rows / devices))
-    products = choose_products(config, placement, dtype)
-    return ExpertGroup(placement, token_axes, in_order(group_axes - split_axes), products, rows)
+    method = choose_method(config, placement, dtype)
+    return ExpertGroup(placement, token_axes, in_order(group_axes - split_axes), method, rows)
 
 
-def choose_products(config: Model, placement: Placement, dtype: jnp.dtype) -> Products:
+def choose_method(config: Model, placement: Placement, dtype: jnp.dtype) -> ProductMethod:
     """Returns how a device multiplies rows by its experts' weights in `dtype`.
 
     Raises `ConfigError` if Mosaic kernels are requested where they cannot be used.
@@ -148,11 +148,11 @@ def choose_products(config: Model, placement: Placement, dtype: jnp.dtype) -> Pr
             (config.hidden_size, config.expert_size // placement.num_shards("expert_mlp")),
         )  # fmt: skip
         if reason is None:
-            return Products("mosaic", TILE_ROWS["mosaic"], device.core_count)
+            return ProductMethod("mosaic", TILE_ROWS["mosaic"], device.core_count)
         if requested == "mosaic":
             raise ConfigError(f"model.experts_kernel: mosaic cannot be used {reason}; set auto or xla")
     kind: ProductKind = "loop" if placement.on_cpu else "chunks"
-    return Products(kind, TILE_ROWS[kind])
+    return ProductMethod(kind, TILE_ROWS[kind])
 
 
 class _Assignments(NamedTuple):
@@ -190,7 +190,7 @@ def _assignments(group: ExpertGroup, ids_TK: Array, experts: int) -> _Assignment
 
 def _round(group: ExpertGroup, assignments: _Assignments, index: Array | int) -> _Round:
     """Returns round `index`, which has the sorted assignments from `index · round_rows` on."""
-    first_place, tile_rows = index * group.round_rows, group.products.tile_rows
+    first_place, tile_rows = index * group.round_rows, group.method.tile_rows
     end_E = jnp.cumsum(assignments.counts_E)
     inside = lambda place_E: jnp.clip(place_E - first_place, 0, group.round_rows)
     begin_E = inside(end_E - assignments.counts_E)
@@ -254,7 +254,7 @@ def _mix_backward(group: ExpertGroup, saved: tuple[Array, ...], gradients: tuple
     """Returns the gradients of x, the shares and the weights. Tokens are gathered and hidden activations computed
     again, because all tokens of the group would take too much memory until here."""
     x_BSD, ids_BSK, shares_BSK, gate_EDF, up_EDF, down_EFD = saved
-    products, choices, hidden_size = group.products, ids_BSK.shape[-1], x_BSD.shape[-1]
+    method, choices, hidden_size = group.method, ids_BSK.shape[-1], x_BSD.shape[-1]
     x_TD, ids_TK, shares_TK = _gather_tokens(group, x_BSD, ids_BSK, shares_BSK)
     y_gradient_TD = group.gather(gradients[0].reshape(-1, hidden_size))
     assignments, both_EDH = _assignments(group, ids_TK, len(gate_EDF)), _joined(gate_EDF, up_EDF)
@@ -265,16 +265,16 @@ def _mix_backward(group: ExpertGroup, saved: tuple[Array, ...], gradients: tuple
         tiles, token_NR = part.tiles, part.assignment_NR // choices
         x_NRD, y_gradient_NRD = _take(x_TD, token_NR), _take(y_gradient_TD, token_NR)
         share_NR1 = _take(shares_TK.reshape(-1), part.assignment_NR)[..., None]
-        hidden_NRF, hidden_backward = jax.vjp(_hidden, multiply(products, x_NRD, both_EDH, tiles))
+        hidden_NRF, hidden_backward = jax.vjp(_hidden, multiply(method, x_NRD, both_EDH, tiles))
         # The gradient of a share is ⟨down(hidden), gradient⟩ = ⟨hidden, gradient · downᵀ⟩, which needs no output.
-        unscaled_NRF = multiply(products, y_gradient_NRD, down_EFD, tiles, transposed=True).astype(jnp.float32)
+        unscaled_NRF = multiply(method, y_gradient_NRD, down_EFD, tiles, transposed=True).astype(jnp.float32)
         share_gradient_NR = jnp.sum(hidden_NRF.astype(jnp.float32) * unscaled_NRF, axis=-1)
         (both_gradient_NRH,) = hidden_backward((unscaled_NRF * share_NR1).astype(hidden_NRF.dtype))
         scaled_NRD = (y_gradient_NRD.astype(jnp.float32) * share_NR1).astype(x_TD.dtype)
-        x_gradient_NRD = multiply(products, both_gradient_NRH, both_EDH, tiles, transposed=True)
+        x_gradient_NRD = multiply(method, both_gradient_NRH, both_EDH, tiles, transposed=True)
         weight_gradients = (
-            weight_gradient(products, x_NRD, both_gradient_NRH, tiles),
-            weight_gradient(products, hidden_NRF, scaled_NRD, tiles),
+            weight_gradient(method, x_NRD, both_gradient_NRH, tiles),
+            weight_gradient(method, hidden_NRF, scaled_NRD, tiles),
         )
         return (
             x_sum_TD + _sum_choices(x_gradient_NRD.reshape(-1, hidden_size), part.row_TK),
@@ -307,15 +307,15 @@ def mix(
     `ids_BSK` are numbers among all experts; numbers past the last stand for no expert. The weights are those of this
     device's experts, in the dtype of x. Sums over experts are float32.
     """
-    products, choices, hidden_size = group.products, ids_BSK.shape[-1], x_BSD.shape[-1]
+    method, choices, hidden_size = group.method, ids_BSK.shape[-1], x_BSD.shape[-1]
     x_TD, ids_TK, shares_TK = _gather_tokens(group, x_BSD, ids_BSK, shares_BSK)
     assignments, both_EDH = _assignments(group, ids_TK, len(gate_EDF)), _joined(gate_EDF, up_EDF)
 
     def add_round(index: Array | int, y_TD: Array) -> Array:
         part = _round(group, assignments, index)
         x_NRD = _take(x_TD, part.assignment_NR // choices)
-        hidden_NRF = _hidden(multiply(products, x_NRD, both_EDH, part.tiles))
-        y_NRD = multiply(products, hidden_NRF, down_EFD, part.tiles)
+        hidden_NRF = _hidden(multiply(method, x_NRD, both_EDH, part.tiles))
+        y_NRD = multiply(method, hidden_NRF, down_EFD, part.tiles)
         return y_TD + _sum_choices(y_NRD.reshape(-1, hidden_size), part.row_TK, shares_TK)
 
     y_TD, rounds = _over_rounds(group, assignments, add_round, jnp.zeros(x_TD.shape, jnp.float32))

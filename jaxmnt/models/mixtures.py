@@ -7,6 +7,7 @@ OLMo 2's norms of queries and keys. Every layer has experts, see `models.experts
 Shapes: B batch, S a device's piece of the length, D model, N layers, E experts.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -91,21 +92,27 @@ class Mixture(Llama):
         return costs._replace(products=tuple(products))
 
     def metrics(self, sums: dict[str, Any], tokens: Array) -> Sums:
-        """Returns how even the loads are: in the worst layer, the largest load relative to the mean, the entropy of the
-        loads relative to that of even loads, and the balance loss of the global batch; the layers of the first two,
-        which count from 0; and the share of experts, of all layers, with less than 1 % of the mean load."""
+        """Returns how even the loads are: in the worst layer, the largest load relative to the mean, the evenness, and
+        the balance loss of the global batch; the layer of the least evenness, which counts from 0; and the share of
+        experts, of all layers, with less than 1 % of the mean load.
+
+        Evenness is the entropy of the loads, scaled so that it is 1 for even loads, and 0 if all tokens use the same
+        experts.
+        """
         layers = sums["layers"]
         loads_NE, scores_NE = layers["loads"], layers["scores"]
         experts = loads_NE.shape[-1]
         total_N1 = jnp.maximum(jnp.sum(loads_NE, axis=-1, keepdims=True), 1)
         load_NE = loads_NE / total_N1
         score_NE = scores_NE / jnp.maximum(jnp.sum(scores_NE, axis=-1, keepdims=True), 1e-9)
-        entropy_N = -jnp.sum(load_NE * jnp.log(jnp.maximum(load_NE, 1e-9)), axis=-1) / jnp.log(experts)
+        entropy_N = -jnp.sum(load_NE * jnp.log(jnp.maximum(load_NE, 1e-9)), axis=-1)
+        assert self.config.experts_per_token
+        least, most = math.log(self.config.experts_per_token), math.log(experts)
+        evenness_N = (entropy_N - least) / (most - least) if most > least else jnp.ones_like(entropy_N)
         return {
             "expert_load_max": jnp.max(load_NE) * experts,
-            "expert_load_max_layer": jnp.argmax(jnp.max(load_NE, axis=-1)).astype(jnp.float32),
-            "expert_entropy_min": jnp.min(entropy_N),
-            "expert_entropy_min_layer": jnp.argmin(entropy_N).astype(jnp.float32),
+            "expert_evenness_min": jnp.min(evenness_N),
+            "expert_evenness_min_layer": jnp.argmin(evenness_N).astype(jnp.float32),
             "expert_balance_max": jnp.max(experts * jnp.sum(load_NE * score_NE, axis=-1)),
             "experts_unused": jnp.mean(load_NE * experts < 0.01),
             "expert_rounds": jnp.max(layers[ROUNDS] / jnp.maximum(layers[CALLS], 1)),

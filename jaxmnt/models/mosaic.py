@@ -43,7 +43,7 @@ def obstacle(capability: float, dtype: jnp.dtype, experts: int, sizes: tuple[int
     if experts > _MAX_EXPERTS:
         return f"with {experts} experts on a device, only with at most {_MAX_EXPERTS}"
     if not _has_kernels():
-        return f"with JAX {jax.__version__}, whose kernels have other parameters"
+        return f"with JAX {jax.__version__}, which lacks these kernels, or has them with other parameters"
     return None
 
 

@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Iterator
 
+from jaxmnt.models.mosaic import BLOCK_ROWS
 from jaxmnt.plan.hlo import Array, Instruction, Program
 from jaxmnt.plan.rates import Rates
 
@@ -89,7 +90,8 @@ class Costs:
 
     def _grouped_cost(self, computation: str, instruction: Instruction) -> tuple[float, float]:
         """Returns (FLOPs, seconds) of a grouped product by a Mosaic kernel. The last two operands are rows and weights,
-        or rows and the gradients of rows. All rows count, although some of a weight gradient's may not be used."""
+        or rows and the gradients of rows. All rows count, although some of a weight gradient's may not be used. The
+        kernel for rows multiplies one block more for each expert but one."""
         (dtype, (rows, inputs)), (_, other) = (
             self._operand_array(computation, name) for name in instruction.operands[-2:]
         )
@@ -98,7 +100,7 @@ class Costs:
             experts, *_, columns = outputs
             m, n, k, batch = inputs, columns, rows / experts, experts
         else:
-            m, n, k, batch = rows, outputs[-1], inputs, 1
+            m, n, k, batch = rows + (other[0] - 1) * BLOCK_ROWS, outputs[-1], inputs, 1
         seconds = self._rates.product_seconds(m, n, k, _DTYPE_NAMES[dtype], batch=batch, gradient=is_gradient)
         return 2.0 * batch * m * n * k, seconds
 

@@ -12,7 +12,7 @@ experts are divided by `expert` as well.
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from jaxmnt.config.mesh import AVAILABLE_AXES
@@ -38,6 +38,9 @@ _BYTES_PER_LOGIT = 20
 gradient."""
 _GRADIENT_BYTES = 4
 """Bytes of each number of a gradient that is reduced."""
+_PADDING_ROWS = 256
+"""Rows that grouped products multiply for each expert of a device in addition to its own. They are a tile of XLA's, or
+two blocks of Mosaic's kernels, one of which lies between two experts."""
 _STREAM_PASSES = 9
 """Reads and writes of the residual stream in a layer's forward if the program fuses all operations that can be fused.
 They are counted, not fitted."""
@@ -66,6 +69,8 @@ class ProgramTraits:
     """Share of the last microbatch's backward that hides the gradient sum over `data`."""
     hides_model: float = 0.13
     """Share of communication over `model` that matrix products hide."""
+    hides_exchange: float = 0.13
+    """Share of the exchange of tokens between experts that work hides."""
     exposes_stages: float = 0.98
     """Share of transfers between stages that no work hides."""
 
@@ -76,10 +81,12 @@ HIDES_MODEL = {"off": 0.13, "ring": 0.6, "rows": 0.31}
 
 def traits_of(scheme: Scheme) -> ProgramTraits:
     """Returns the traits of jaxmnt's program for a scheme."""
-    hides_model = HIDES_MODEL[scheme.overlap]
+    # The other half of the rows hides the exchange, but rings are only in dense products.
+    hides_exchange = HIDES_MODEL["off" if scheme.overlap == "ring" else scheme.overlap]
+    traits = ProgramTraits(hides_model=HIDES_MODEL[scheme.overlap], hides_exchange=hides_exchange)
     if scheme.zero == 3 and scheme.pipeline == 1 and scheme.prefetch:
-        return ProgramTraits(hides_model=hides_model)
-    return ProgramTraits(hides_model=hides_model, hides_sum=0.0, least_exposed=0.13 if scheme.zero == 3 else 0.72)
+        return traits
+    return replace(traits, hides_sum=0.0, least_exposed=0.13 if scheme.zero == 3 else 0.72)
 
 
 class Link(NamedTuple):
@@ -294,11 +301,13 @@ class Step:
         )
 
     def expert_rows(self, product: Product) -> float:
-        """Returns the number of rows that a device multiplies by the weights of its experts, for one microbatch."""
+        """Returns the number of rows that a device multiplies by the weights of its experts, for one microbatch, with
+        those that fill tiles."""
         scheme = self.scheme
         devices = scheme.expert * scheme.model
         slack = min(scheme.expert_round, devices) if devices > 1 else 1.0
-        return slack * product.share * product.experts * self.tokens * scheme.expert / devices
+        rows = slack * product.share * product.experts * self.tokens * scheme.expert / devices
+        return rows + _PADDING_ROWS * product.experts / devices
 
     def grouped_seconds(self, product: Product, rows: float) -> tuple[float, float]:
         """Returns the forward and the backward time of a product of `rows` rows with the weights of a device's experts,
@@ -310,7 +319,7 @@ class Step:
         dtype, experts = self.dtype_of(product), product.experts / (self.scheme.expert * self.scheme.model)
         forward = self.product_seconds(rows, n, k, dtype, experts)
         backward = self.product_seconds(rows, k, n, dtype, experts)
-        return forward, backward + self.product_seconds(experts * k, n, rows / experts, dtype)
+        return forward, backward + self.product_seconds(experts * k, n, rows / experts, dtype, experts)
 
     def stream_tokens(self) -> int:
         """Returns t / model, the number of tokens that a device has between attention and MLP."""
@@ -447,7 +456,7 @@ class Step:
         gathers, scatters = EXPERT_EXCHANGES
         seconds = gathers * self.ring_seconds("all-gather", payload, "expert", "model")
         seconds += scatters * self.ring_seconds("reduce-scatter", payload, "expert", "model")
-        return Link(seconds, seconds * (1 - self.traits.hides_model))
+        return Link(seconds, seconds * (1 - self.traits.hides_exchange))
 
     def step_weights_link(self, backward: Work) -> Link | None:
         """Returns the communication over `fsdp` that happens once per step. With ZeRO 2 and 1 it is a gather of c N

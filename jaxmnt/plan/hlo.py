@@ -94,7 +94,7 @@ class Instruction(NamedTuple):
         mean that the source has put into its scope `about_N_rounds`, otherwise NaN."""
         body = re.search(r"body=%?([\w.\-]+)", self.line)
         trip = re.search(r'"known_trip_count":\{"n":"(\d+)"', self.line) or re.search(
-            r"about_([\d.]+)_rounds\)*/while", self.op_name
+            r"about_([\d.]+)_rounds\)*/while$", self.op_name
         )
         assert body is not None
         return body.group(1), float(trip.group(1)) if trip else math.nan

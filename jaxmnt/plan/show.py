@@ -172,7 +172,7 @@ def _timeline_lines(report: Report, dtype: str) -> list[str]:
             f"        {seconds_text(timeline['communication_seconds'])} of communication in all; for "
             f"{timeline['exposed_percent']:g} % of the step the device waits for it"
         )
-    if timeline["conditions"]:
+    if timeline["conditions"] and report["devices"]["kind"] != "cpu":
         waits.append(f"        the host waits for {count(timeline['conditions'])} conditions of branches and loops")
     return [
         f"step    about {seconds_text(step['step_seconds'])}, between {seconds_text(step['from'])} and "

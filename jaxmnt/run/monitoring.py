@@ -134,12 +134,12 @@ class Monitoring:
         """Reports a router that collapses, from the metrics of the layers in a finished step."""
         if self._logs is None or any(value is None for value in metrics.values()):
             return
-        collapse = self._routers.see(metrics)
-        if collapse is not None:
-            self._events.write("router_collapse", step=step, layer=collapse.layer, why=collapse.why)
+        layer = self._routers.see(metrics)
+        if layer is not None:
+            self._events.write("router_collapse", step=step, layer=layer)
             self._status.line(
-                f"WARNING step {step}: the router of layer {collapse.layer} sends most tokens to few experts: "
-                f"{collapse.why}; raise model.balance_loss, or lower the learning rate"
+                f"WARNING step {step}: the router of layer {layer} sends most tokens to few experts; raise "
+                "model.balance_loss, or lower the learning rate"
             )
 
     def end_step(self, step: int, stop: StopRequest) -> None:

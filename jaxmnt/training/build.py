@@ -11,7 +11,7 @@ from jaxmnt.config.schema import Config
 from jaxmnt.data.fields import batch_fields
 from jaxmnt.errors import ConfigError, suggest
 from jaxmnt.models.contract import Definition, define
-from jaxmnt.models.experts import choose_products
+from jaxmnt.models.experts import choose_method
 from jaxmnt.models.registry import build_family
 from jaxmnt.parallel.axes import num_microbatches, resolve_sizes
 from jaxmnt.parallel.layout import EMPTY_SLOT, Dimension, Layout, pad_dimension
@@ -55,6 +55,7 @@ def inference_spec(
         "train.microbatch_size": None,
         "train.loss": None,
         "model.attention": "xla",
+        "model.experts_kernel": "xla",
         "model.overlap": "off",
         "optimizer.offload": False,
     }
@@ -88,11 +89,11 @@ def build_spec(
     optimizer, learning_rate = build_optimizer(config, trained, stacks)
     dtype, float8, kernel = resolve_precision(config, placement.mesh.devices.flat[0])
     sizes = definition.family.config
-    products = choose_products(sizes, placement, dtype) if sizes.num_experts else None
+    expert_method = choose_method(sizes, placement, dtype) if sizes.num_experts else None
     spec = StepSpec(
         config=config, definition=definition, placement=placement, layout=layout, schedule=schedule, slots=slots,
         trained_axes=trained, optimizer=optimizer, learning_rate=learning_rate, dtype=dtype, float8=float8,
-        kernel=kernel, products=products, loss=load_loss(config.train.loss),
+        kernel=kernel, expert_method=expert_method, loss=load_loss(config.train.loss),
         data_vocab_size=min(data_vocab_size, vocab), fields=batch_fields(config.data),
     )  # fmt: skip
     check_replicated_share(abstract_state(spec)["params"], definition.axes, placement)

@@ -151,8 +151,8 @@ def compile_program(
         spec = build_spec(config, data_vocab_size, devices, host_of)
         if resolve is not None:
             spec = replace(spec, config=resolve(spec))
-        if spec.products is not None and spec.products.kind == "mosaic" and not is_planned(spec.placement):
-            grouped.check(spec.products)
+        if spec.expert_method is not None and spec.expert_method.kind == "mosaic" and not is_planned(spec.placement):
+            grouped.check(spec.expert_method)
         state = abstract_state(spec)
         started = time.perf_counter()
         step = compile_step(spec, state, _gpu_memory(spec.placement))
@@ -204,7 +204,7 @@ def compile_step(spec: StepSpec, state: State, memory: GpuMemory | None = None) 
 
 def _check_float8(spec: StepSpec, min_size: int) -> None:
     """Raises `ConfigError` if no matrix product would be in float8, because the results would then be those of another
-    precision. Products with fewer than `min_size` inputs or outputs are not in float8."""
+    precision. ProductMethod with fewer than `min_size` inputs or outputs are not in float8."""
     in_float8, products = engine.trace_step(spec).products
     if in_float8 == 0:
         raise ConfigError(

@@ -18,7 +18,7 @@ from jaxmnt.data.fields import Field
 from jaxmnt.errors import ConfigError
 from jaxmnt.models.contract import Definition
 from jaxmnt.models.float8 import Float8
-from jaxmnt.models.grouped import Products
+from jaxmnt.models.grouped import ProductMethod
 from jaxmnt.models.kernels import Kernel, choose_kernel, device_capability
 from jaxmnt.parallel.axes import num_microbatches
 from jaxmnt.parallel.layout import Layout
@@ -54,7 +54,7 @@ class StepSpec:
     float8: Float8 | None
     """Settings of projections in float8, or None if they multiply in `dtype`."""
     kernel: Kernel
-    products: Products | None
+    expert_method: ProductMethod | None
     """The way in which a device multiplies by the weights of experts; None in a model without experts."""
     loss: Loss
     data_vocab_size: int
@@ -64,7 +64,7 @@ class StepSpec:
     @property
     def kernels(self) -> dict[str, str]:
         """The kernels of attention and, if there are any, of the experts' products."""
-        return {"attention": self.kernel} | ({} if self.products is None else {"experts": self.products.kind})
+        return {"attention": self.kernel} | ({} if self.expert_method is None else {"experts": self.expert_method.kind})
 
     @property
     def params_dtype(self) -> jnp.dtype:
