@@ -101,6 +101,8 @@ def _add_expert_traffic(spec: StepSpec, traffic: Traffic, activation_bytes: floa
         return
     assert model.experts_per_token
     group = expert_group(model, placement, 1, spec.dtype)
+    if not group.token_axes:
+        return
     devices = math.prod(placement.sizes[axis] for axis in group.token_axes)
     axes_name = "×".join(group.token_axes)
     device_bytes = activation_bytes / placement.num_shards("sequence")

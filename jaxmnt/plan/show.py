@@ -66,6 +66,7 @@ def host_map(spec: StepSpec, hosts: Callable[[jax.Device], int]) -> list[str]:
 
 
 def _kernel_line(report: Report) -> str:
+    """Returns a line with the kernels of attention and of experts."""
     return "kernels " + ", ".join(f"{kernel} {name}" for name, kernel in report["kernels"].items())
 
 
