@@ -195,7 +195,7 @@ def generated(name, asked, most=64, sampling=GREEDY, **mesh):
     return np.stack(list(generator.generate(weights, asked, most, sampling)), axis=1)
 
 
-@pytest.mark.parametrize("name", mostly_slow({4}, NAMES))
+@pytest.mark.parametrize("name", mostly_slow({NAMES.index("gpt2-a")}, NAMES))
 def test_greedy_generation_is_that_of_the_reference(name):
     """Of three prompts of different lengths at once, with a cache; without one, and one by one."""
     wanted = expected(name)["generated"]
@@ -216,7 +216,7 @@ def test_generation_on_a_mesh_is_the_same(name):
     )
 
 
-@pytest.mark.parametrize("name", mostly_slow({6}, NAMES))
+@pytest.mark.parametrize("name", mostly_slow({NAMES.index("llama-a")}, NAMES))
 def test_log_likelihoods_are_those_of_the_reference(name):
     spec, params = called(name)
     found = functools.partial(jax.jit(functools.partial(row_scores, spec)), params, initial_buffers(spec))

@@ -126,6 +126,20 @@ MODELS = {
         **SIZES, "num_attention_heads": 6, "num_key_value_heads": 3, "num_experts": 8, "num_experts_per_tok": 4,
         "num_hidden_layers": 2, "intermediate_size": 21, "rope_parameters": PLAIN,
     }),
+    "mixtral-b": ("mixtral", torch.bfloat16, {
+        **SIZES, **ALL_HEADS, "num_hidden_layers": 2, "intermediate_size": 34, "num_local_experts": 5,
+        "num_experts_per_tok": 3, "sliding_window": 100, "tie_word_embeddings": True, "rope_parameters": PLAIN,
+    }),
+    "qwen3_moe-b": ("qwen3_moe", torch.bfloat16, {
+        **SIZES, **ALL_HEADS, "num_hidden_layers": 2, "num_experts": 6, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 18, "norm_topk_prob": False, "tie_word_embeddings": True, "rms_norm_eps": 1e-5,
+        "rope_parameters": YARN,
+    }),
+    "olmoe-b": ("olmoe", torch.float32, {
+        **SIZES, "num_attention_heads": 6, "num_key_value_heads": 2, "num_experts": 4, "num_experts_per_tok": 2,
+        "num_hidden_layers": 2, "intermediate_size": 24, "norm_topk_prob": True, "tie_word_embeddings": True,
+        "rope_parameters": PLAIN,
+    }),
 }  # fmt: skip
 
 
