@@ -1,7 +1,6 @@
 """Whether the loads of experts become even: a tiny mixture that starts with all tokens at two of eight experts.
 
-    python benchmarks/balance.py                     1,000 steps for each way to balance, on this machine's CPU
-    python benchmarks/balance.py --output FILE       also append the results to a file of JSON lines
+    python benchmarks/balance.py    1,000 steps for each way to balance, on this machine's CPU
 
 The ways are the balance loss of each row, of the batch with the loads of the step before, and a bias; and, for
 comparison, no way at all, and the loss of the batch with its own loads, which needs the whole batch in one microbatch.
@@ -14,7 +13,6 @@ import json
 import time
 from collections.abc import Iterator
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -115,15 +113,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--output", type=Path, metavar="FILE")
     options = parser.parse_args()
     about = {"date": time.strftime("%Y-%m-%d"), "jax": version("jax"), "steps": options.steps}
     for way in WAYS:
-        text = json.dumps(about | measure(way, options.steps, options.seeds))
-        print(text, flush=True)
-        if options.output is not None:
-            with options.output.open("a") as file:
-                file.write(text + "\n")
+        print(json.dumps(about | measure(way, options.steps, options.seeds)), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """A layer of experts against a dense MLP of the same active FLOPs: forward and backward under remat, in turn.
 
-    python benchmarks/expert_layer.py                  on this machine's first device
-    python benchmarks/expert_layer.py --output FILE    also append the results to a file of JSON lines
+    python benchmarks/expert_layer.py           on this machine's first device
+    python benchmarks/expert_layer.py --tiny    a small case, to try the script
 
 The layer routes, multiplies and sums as in training on one device; each token uses K of E experts of width F, and the
 MLP has the width K · F. On a GPU, which computes in bfloat16, each kernel is measured that the GPU supports, and its
@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -130,17 +129,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tiny", action="store_true", help="a small case, to try the script")
-    parser.add_argument("--output", type=Path, metavar="FILE")
     options = parser.parse_args()
     device = jax.devices()[0]
     cases = TINY if options.tiny else ON_CPU if device.platform == "cpu" else ON_GPU
     about = {"date": time.strftime("%Y-%m-%d"), "device": device.device_kind, "jax": version("jax")}
     for case in cases:
-        text = json.dumps(about | measure(case, options.rounds))
-        print(text, flush=True)
-        if options.output is not None:
-            with options.output.open("a") as file:
-                file.write(text + "\n")
+        print(json.dumps(about | measure(case, options.rounds)), flush=True)
 
 
 if __name__ == "__main__":

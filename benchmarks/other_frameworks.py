@@ -163,12 +163,12 @@ class OtherStep(Step):
         put in the order of experts, and back, each time through memory, which moves c R (8 D + 3 F) bytes forward and
         c R (8 D + 5 F) backward. With float8, rows are also padded, quantised and unpadded: 4 D + 2 F and 4 D + 4 F
         more."""
-        products = [product for product in layer.products if product.experts > 1]
+        products = layer.expert_products
         if not products:
             return super().expert_work(layer)
         rows = self.expert_rows(products[0])
         forward, backward = zip(*(self.grouped_seconds(product, rows) for product in products), strict=True)
-        hidden, width = self.model.hidden, max(products[0].inputs, products[0].outputs) // products[0].experts
+        hidden, width = self.model.hidden, products[0].expert_size
         in_float8 = self.scheme.dtype == "float8"
         seconds = lambda numbers: self.scheme.itemsize * rows * numbers / self.rates.memory
         wide = (12 if in_float8 else 8) * hidden
@@ -176,6 +176,7 @@ class OtherStep(Step):
         return forward_work, Work(sum(backward), 0.0, seconds(wide + (9 if in_float8 else 5) * width))
 
     def expert_rows(self, product: Product) -> float:
+        """Those of an even load, without padding."""
         return product.share * product.experts * self.tokens / self.scheme.model
 
     def exchange_link(self, layer: LayerCosts) -> Link | None:
@@ -185,8 +186,7 @@ class OtherStep(Step):
         size = scheme.expert * scheme.model
         if not layer.expert_parameters or size == 1:
             return None
-        product = next(product for product in layer.products if product.experts > 1)
-        choices = product.share * product.experts
+        choices = layer.expert_products[0].share * layer.expert_products[0].experts
         sent = scheme.itemsize * self.tokens / scheme.model * self.model.hidden * (1 - (1 - 1 / size) ** choices)
         near = self.devices_per_domain(size, 1)[0]
         seconds = 4 * max(sent * (near - 1) / self.rates.within_host, sent * (size - near) / self.rates.between_hosts)

@@ -250,6 +250,8 @@ def test_tokens_use_the_published_number_of_parameters(preset, used):
     model = parse_config({"model": {"preset": preset}}).model
     definition = define(build_family(model, model.vocab_size))
     layers = sum(count * costs.used_parameters for count, costs in definition.layer_costs())
+    ((_, costs),) = definition.layer_costs()
+    assert [product.expert_size for product in costs.expert_products] == [definition.family.config.expert_size] * 3
     assert (layers + 2 * model.vocab_size * model.hidden_size) / 1e9 == pytest.approx(used, rel=0.02)
 
 

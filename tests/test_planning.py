@@ -46,12 +46,13 @@ LLAMA_8B = decoder(32, 4096, 32, 8, 14336, 128256)
 def test_published_runs_are_met():
     """Without compiling, the convention of each source set first."""
     rows, left = published.rows_of(published.DATA)
+    assert sum(left.values()) + len(rows) > 500
     error = lambda row: abs(published.predicted(row, published.standing()) / row.tokens_per_second - 1)
     mixtures = [error(row) for row in rows if row.has_experts]
     assert len(mixtures) == 52 and statistics.median(mixtures) < 0.18
     rows = [row for row in rows if not row.has_experts]
     errors = [error(row) for row in rows]
-    assert len(rows) > 300 and sum(left.values()) + len(rows) > 440
+    assert len(rows) > 300
     assert statistics.median(errors) < 0.06
     assert sum(error <= 0.3 for error in errors) > 0.95 * len(errors)
     assert statistics.fmean(published.ranked(rows, lambda row: published.predicted(row, published.standing()))) > 0.8

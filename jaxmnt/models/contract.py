@@ -145,6 +145,17 @@ class Product(NamedTuple):
     experts: int = 1
     """Number of experts among which the inputs or the outputs, whichever are not the model's width, are divided."""
 
+    @property
+    def expert_sides(self) -> tuple[int, int]:
+        """The inputs and the outputs of one expert's weight."""
+        of = lambda side: self.experts if self.split == side else 1
+        return self.inputs // of("inputs"), self.outputs // of("outputs")
+
+    @property
+    def expert_size(self) -> int:
+        """The width of one expert, which is the side that is divided among experts."""
+        return self.expert_sides[0 if self.split == "inputs" else 1]
+
 
 class LayerCosts(NamedTuple):
     """The products and the attention of a layer. FLOPs and the planner's time and memory are computed from them."""
@@ -160,7 +171,12 @@ class LayerCosts(NamedTuple):
     @property
     def expert_parameters(self) -> int:
         """The number of those parameters that belong to experts."""
-        return sum(product.inputs * product.outputs for product in self.products if product.experts > 1)
+        return sum(product.inputs * product.outputs for product in self.expert_products)
+
+    @property
+    def expert_products(self) -> list[Product]:
+        """The products with the weights of experts."""
+        return [product for product in self.products if product.experts > 1]
 
     @property
     def used_parameters(self) -> float:

@@ -51,7 +51,7 @@ def multiply(x_MD: Array, weight_EDF: Array, rows_E: Array, *, transposed: bool 
     """Returns [M, F], the product of each row with its expert's weight. If `transposed`, x is [M, F], and is multiplied
     by the transposed weights. Rows past the last expert's are undefined."""
     outputs = weight_EDF.shape[1 if transposed else 2]
-    return _kernel("ragged_dot")(
+    return _module("ragged_dot").ragged_dot(
         x_MD, weight_EDF, group_sizes=rows_E, block_m=BLOCK_ROWS, block_n=_width(outputs), transpose_rhs=transposed,
         **_BLOCKS,
     )  # fmt: skip
@@ -60,18 +60,16 @@ def multiply(x_MD: Array, weight_EDF: Array, rows_E: Array, *, transposed: bool 
 def weight_gradient(x_MD: Array, gradient_MF: Array, rows_E: Array, cores: int) -> Array:
     """Returns [E, D, F] in the dtype of x, the sum over each expert's rows of x transposed times the gradient. Each sum
     is float32. It is zero for an expert without rows. `cores` is the number of the GPU's multiprocessors."""
-    kernel = _kernel("transposed_ragged_dot")
-    module = inspect.getmodule(kernel)
-    real_jax = module.jax  # type: ignore[union-attr]
+    module = _module("transposed_ragged_dot")
     # The kernel asks JAX's first device for its number of multiprocessors. A plan for GPUs runs where that is a CPU.
-    module.jax = _JaxWithCores(cores)  # type: ignore[union-attr]
+    module.jax = _JaxWithCores(cores)
     try:
-        return kernel(
+        return module.transposed_ragged_dot(
             x_MD, gradient_MF, group_sizes=rows_E, block_m=_width(x_MD.shape[1]), block_n=_width(gradient_MF.shape[1]),
             **_BLOCKS,
         )  # fmt: skip
     finally:
-        module.jax = real_jax  # type: ignore[union-attr]
+        module.jax = jax
 
 
 class _JaxWithCores:
@@ -92,15 +90,15 @@ def _width(columns: int) -> int:
     return next(width for width in _WIDTHS if columns % width == 0)
 
 
-def _kernel(name: str) -> Any:
-    """Returns a kernel. Its module is imported only where it is used, because it imports JAX's tests."""
-    return getattr(importlib.import_module(f"{_PACKAGE}.{name}_mgpu"), name)
+def _module(kernel: str) -> Any:
+    """Returns the module of a kernel. It is imported only where it is used, because it imports JAX's tests."""
+    return importlib.import_module(f"{_PACKAGE}.{kernel}_mgpu")
 
 
 def _has_kernels() -> bool:
     """True if this JAX has both kernels, with the parameters that jaxmnt knows."""
     try:
-        kernels = {name: _kernel(name) for name in _PARAMETERS}
+        kernels = {name: getattr(_module(name), name) for name in _PARAMETERS}
     except (ImportError, AttributeError):
         return False
     return all(_PARAMETERS[name] <= set(inspect.signature(kernel).parameters) for name, kernel in kernels.items())

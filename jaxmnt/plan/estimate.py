@@ -282,7 +282,7 @@ class Step:
         and up again, under every remat policy. Forward moves c R (3 D + 3 F) + T D (8 + c) bytes, of which the second
         part is the sum, in float32, of the rows of the group's T tokens. Backward moves c R (7 D + 6 F) + T D (8 + c).
         """
-        products = [product for product in layer.products if product.experts > 1]
+        products = layer.expert_products
         if not products:
             return Work(0, 0, 0), Work(0, 0, 0)
         scheme, hidden = self.scheme, self.model.hidden
@@ -292,7 +292,7 @@ class Step:
             forward_products += forward
             backward_products += backward + (forward if product.split == "outputs" else 0.0)
         rows = self.expert_rows(products[0])
-        width = max(products[0].inputs, products[0].outputs) // products[0].experts
+        width = products[0].expert_size
         sums = self.tokens * scheme.expert * hidden * (8 + scheme.itemsize)
         seconds = lambda numbers: (scheme.itemsize * rows * numbers + sums) / self.rates.memory
         return (
@@ -303,20 +303,17 @@ class Step:
     def expert_rows(self, product: Product) -> float:
         """Returns the number of rows that a device multiplies by the weights of its experts, for one microbatch, with
         those that fill tiles."""
-        scheme = self.scheme
-        devices = scheme.expert * scheme.model
-        slack = min(scheme.expert_round, devices) if devices > 1 else 1.0
-        rows = slack * product.share * product.experts * self.tokens * scheme.expert / devices
-        return rows + _PADDING_ROWS * product.experts / devices
+        return self.scheme.round_rows(product) + _PADDING_ROWS * self.device_experts(product)
+
+    def device_experts(self, product: Product) -> float:
+        """Returns the number of a device's experts."""
+        return product.experts / (self.scheme.expert * self.scheme.model)
 
     def grouped_seconds(self, product: Product, rows: float) -> tuple[float, float]:
         """Returns the forward and the backward time of a product of `rows` rows with the weights of a device's experts,
         each of which has an equal part of them."""
-        k, n = (
-            side // (product.experts if product.split == name else 1)
-            for name, side in (("inputs", product.inputs), ("outputs", product.outputs))
-        )
-        dtype, experts = self.dtype_of(product), product.experts / (self.scheme.expert * self.scheme.model)
+        k, n = product.expert_sides
+        dtype, experts = self.dtype_of(product), self.device_experts(product)
         forward = self.product_seconds(rows, n, k, dtype, experts)
         backward = self.product_seconds(rows, k, n, dtype, experts)
         return forward, backward + self.product_seconds(experts * k, n, rows / experts, dtype, experts)

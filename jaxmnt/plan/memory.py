@@ -241,18 +241,12 @@ def _expert_bytes(model: ModelShape, scheme: Scheme, layer: LayerCosts) -> float
     each with three arrays of the model's width and six of the expert's. The gradients of the device's experts are
     float32.
     """
-    products = [product for product in layer.products if product.experts > 1]
-    if not products:
+    if not layer.expert_products:
         return 0.0
-    product = products[0]
-    group_tokens = scheme.rows * scheme.length * scheme.expert
-    devices = scheme.expert * scheme.model
-    slack = scheme.expert_round if devices > 1 else 1.0
-    rows = min(1.0, slack / devices) * group_tokens * product.share * product.experts
-    expert_size = max(product.inputs, product.outputs) // product.experts
-    per_row = 3 * model.hidden + 6 * expert_size
-    group_bytes = group_tokens * model.hidden * (2 * scheme.itemsize + 4)
-    return group_bytes + scheme.itemsize * rows * per_row + 4 * scheme.layer_parameters(layer)[0]
+    product = layer.expert_products[0]
+    per_row = 3 * model.hidden + 6 * product.expert_size
+    group_bytes = scheme.rows * scheme.length * scheme.expert * model.hidden * (2 * scheme.itemsize + 4)
+    return group_bytes + scheme.itemsize * scheme.round_rows(product) * per_row + 4 * scheme.layer_parameters(layer)[0]
 
 
 def _memory_in_loss(model: ModelShape, scheme: Scheme, multiples: Multiples, chunk: float) -> float:

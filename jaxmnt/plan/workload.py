@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxmnt.config.mesh import AVAILABLE_AXES
-from jaxmnt.models.contract import Definition, LayerCosts
+from jaxmnt.models.contract import Definition, LayerCosts, Product
 from jaxmnt.models.experts import EXPERT_ROUND
 from jaxmnt.parallel.sharding import Overlap
 from jaxmnt.training.memory_suggestions import residual_bytes
@@ -104,6 +104,13 @@ class Scheme:
         """Returns a device's parameters of a layer, before sharding: those of experts, and the others."""
         others = layer.parameters - layer.expert_parameters
         return layer.expert_parameters / (self.model * self.expert), others / self.model
+
+    def round_rows(self, product: Product) -> float:
+        """Returns the number of rows that a device multiplies by the weights of its experts in a round."""
+        devices = self.expert * self.model
+        slack = min(self.expert_round, devices) if devices > 1 else 1.0
+        group_tokens = self.rows * self.length * self.expert
+        return slack * product.share * product.experts * group_tokens / devices
 
     @property
     def itemsize(self) -> int:

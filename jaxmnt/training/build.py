@@ -88,8 +88,8 @@ def build_spec(
     trained = trained_axes(definition.axes, config.optimizer.frozen)
     optimizer, learning_rate = build_optimizer(config, trained, stacks)
     dtype, float8, kernel = resolve_precision(config, placement.mesh.devices.flat[0])
-    sizes = definition.family.config
-    expert_method = choose_method(sizes, placement, dtype) if sizes.num_experts else None
+    complete_model = definition.family.config
+    expert_method = choose_method(complete_model, placement, dtype) if complete_model.num_experts else None
     spec = StepSpec(
         config=config, definition=definition, placement=placement, layout=layout, schedule=schedule, slots=slots,
         trained_axes=trained, optimizer=optimizer, learning_rate=learning_rate, dtype=dtype, float8=float8,

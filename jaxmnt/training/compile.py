@@ -204,7 +204,7 @@ def compile_step(spec: StepSpec, state: State, memory: GpuMemory | None = None) 
 
 def _check_float8(spec: StepSpec, min_size: int) -> None:
     """Raises `ConfigError` if no matrix product would be in float8, because the results would then be those of another
-    precision. ProductMethod with fewer than `min_size` inputs or outputs are not in float8."""
+    precision. Products with fewer than `min_size` inputs or outputs are not in float8."""
     in_float8, products = engine.trace_step(spec).products
     if in_float8 == 0:
         raise ConfigError(
