@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pretend_cudnn
 import pytest
 from test_parallel import VOCAB, config
 from test_program import equations
@@ -74,70 +75,6 @@ def test_blockwise_attention_is_exact(
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
-def pretend_cudnn(monkeypatch):
-    """cuDNN's packed form as it is documented: tokens in one line, of each document its length and its offset in
-    numbers, statistics by document. What belongs to no document of a call is not written: NaN here."""
-
-    def documents(q, k, lengths, first):
-        lengths, _, q_offsets, kv_offsets = cudnn._document_operands(q, k, lengths, first)
-        assert q_offsets.shape == kv_offsets.shape == (len(q), lengths.shape[1] + 1)
-        for number, size in enumerate(lengths.reshape(-1).tolist()):
-            begins = [int(offsets.reshape(-1)[number]) for offsets in (q_offsets, kv_offsets)]
-            assert begins[0] % (q.shape[2] * q.shape[3]) == begins[1] % (k.shape[2] * k.shape[3]) == 0
-            yield number, begins[0] // (q.shape[2] * q.shape[3]), begins[1] // (k.shape[2] * k.shape[3]), size
-
-    def scores(options, q, k):
-        back = np.arange(len(q))[:, None] - np.arange(len(q))
-        k = np.repeat(k, q.shape[1] // k.shape[1], 1)
-        found = np.einsum("qhk,jhk->hqj", q, k) * options.scale
-        return np.where((back >= 0) & (back < (options.window or len(q))), found, -np.inf)
-
-    line = lambda x: x.reshape(-1, *x.shape[2:])
-
-    def forward(options, q, k, v, lengths, first):
-        a, statistics = np.full(q.shape, np.nan, q.dtype), np.full((len(lengths), q.shape[2], q.shape[1]), np.nan, "f")
-        for number, at, kv_at, size in documents(q, k, lengths, first):
-            if size:
-                own, other = slice(at, at + size), slice(kv_at, kv_at + size)
-                s = scores(options, line(q)[own], line(k)[other])
-                statistics[number, :, :size] = np.logaddexp.reduce(s, -1)
-                p = np.exp(s - statistics[number, :, :size, None])
-                values = np.repeat(line(v)[other], q.shape[2] // v.shape[2], 1)
-                line(a)[own] = np.einsum("hqj,jhk->qhk", p, values)
-        return a, statistics
-
-    def backward(options, q, k, v, statistics, gradient, a, lengths, first):
-        assert not np.isnan(statistics).any()
-        gradients = tuple(np.full(one.shape, np.nan, one.dtype) for one in (q, k, v))
-        shared = q.shape[2] // k.shape[2]
-        grouped = lambda x: x.reshape(len(x), -1, shared, x.shape[-1]).sum(2)
-        for number, at, kv_at, size in documents(q, k, lengths, first):
-            if size:
-                own, other = slice(at, at + size), slice(kv_at, kv_at + size)
-                keys, values = (np.repeat(line(one)[other], shared, 1) for one in (k, v))
-                p = np.exp(scores(options, line(q)[own], line(k)[other]) - statistics[number, :, :size, None])
-                g = line(gradient)[own]
-                dot = np.sum(g * line(a)[own], -1).T[..., None]
-                slope = p * (np.einsum("qhk,jhk->hqj", g, values) - dot) * options.scale
-                line(gradients[0])[own] = np.einsum("hqj,jhk->qhk", slope, keys)
-                line(gradients[1])[other] = grouped(np.einsum("hqj,qhk->jhk", slope, line(q)[own]))
-                line(gradients[2])[other] = grouped(np.einsum("hqj,qhk->jhk", p, g))
-        return gradients
-
-    def called(function, outputs):
-        def call(options, *arrays):
-            to_numpy = lambda *arrays: function(options, *map(np.array, arrays))
-            return jax.pure_callback(to_numpy, outputs(*arrays), *arrays)
-
-        return call
-
-    shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
-    statistics = lambda q, lengths: jax.ShapeDtypeStruct((len(lengths), q.shape[2], q.shape[1]), jnp.float32)
-    outputs = lambda q, k, v, lengths, first: (shape(q), statistics(q, lengths))
-    monkeypatch.setattr(cudnn, "cudnn_forward", called(forward, outputs))
-    monkeypatch.setattr(cudnn, "cudnn_backward", called(backward, lambda q, k, v, *_: tuple(map(shape, (q, k, v)))))
-
-
 # length, heads, key/value heads, window, tokens of a document on average for which a call is made.
 PACKED_CASES = [
     (1, 2, 1, None, 512),
@@ -152,7 +89,7 @@ PACKED_CASES = [
 def test_documents_are_kept_apart_in_cudnns_packed_form(length, heads, kv_heads, window, document, monkeypatch):
     """With a pretend cuDNN: the arithmetic around it. Rows of one document, and of more than a call takes."""
     monkeypatch.setattr(cudnn, "MEAN_DOCUMENT_TOKENS", document)
-    pretend_cudnn(monkeypatch)
+    pretend_cudnn.install(monkeypatch)
     rng = np.random.default_rng(length)
     array = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)
     q, k, v, gradient = (array(4, length, count, 8) for count in (heads, kv_heads, kv_heads, heads))

@@ -2,13 +2,14 @@
 
 A short row is split into two halves, each of which attends to all its keys at once, which is quickest on a CPU. A long
 row needs a loop over blocks of queries and, inside it, a loop over the blocks of keys that some of these queries see.
+Attention is causal, or all keys precede all queries (`ScoreOptions.causal`).
 
 The forward pass keeps a running maximum and sum of each query's softmax (Milakov and Gimelshein 2018, arXiv:1805.02867;
 Rabe and Staats 2021, arXiv:2112.05682), so that only the scores of one block exist at a time. The backward pass
 recomputes the softmax from the logarithm of the sum (Dao et al. 2022, arXiv:2205.14135).
 
 Shapes: B batch, L length, H query heads, G key/value heads, K head width, N = B · G, R = H / G query heads that share a
-key/value head, Q queries and J keys of a block.
+key/value head, Q queries and J keys of a block. If all keys precede all queries, L stands for either number.
 """
 
 from collections.abc import Callable
@@ -32,13 +33,16 @@ _HIDDEN_SCORE = -1e30
 
 
 class ScoreOptions(NamedTuple):
-    """Options that change the scores, in addition to the causal mask. All are static. cuDNN supports no soft cap."""
+    """Options that change the scores. All are static. cuDNN supports no soft cap."""
 
     scale: float
     window: int | None = None
     """Maximum number of keys that a query sees: its own and those before it. None: all of these."""
     soft_cap: float | None = None
     """Scores s become cap · tanh(s / cap) (Gemma 2, arXiv:2408.00118)."""
+    causal: bool = True
+    """True if queries and keys are those of the same tokens, and a query sees no later key. False if all keys precede
+    all queries, so that a query sees every key of its segment. There is no window then."""
 
 
 class Queries(NamedTuple):
@@ -53,11 +57,14 @@ class Queries(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """Keys and values, and the segments of their rows."""
+    """Keys and values, and the segments of queries and keys."""
 
     k_NLK: Array
     v_NLK: Array
+    query_segments_BL: Array | None
     segments_BL: Array | None
+    num_keys: int
+    """The number of keys without padding."""
 
 
 class KeyGradients(NamedTuple):
@@ -154,17 +161,25 @@ def _scores(options: ScoreOptions, block: BlockRange, q_NRQK: Array, keys: Keys)
         tanh_NRQJ = jnp.tanh(scores_NRQJ / options.soft_cap)
         scores_NRQJ, slope = options.soft_cap * tanh_NRQJ, slope * (1 - jnp.square(tanh_NRQJ))
 
-    # A query sees keys at or before its own position, within the window, and in its own segment.
-    query_positions_Q1 = (block.first_query + jnp.arange(block.num_queries))[:, None]
-    key_positions_J = block.first_key + jnp.arange(block.num_keys)
-    distance_QJ = query_positions_Q1 - key_positions_J
-    visible = distance_QJ >= 0 if options.window is None else (distance_QJ >= 0) & (distance_QJ < options.window)
+    visible = _visible(options, block, keys)
     if keys.segments_BL is not None:
-        query_segments_BQ = block.slice_queries(keys.segments_BL, 1)
+        assert keys.query_segments_BL is not None
+        query_segments_BQ = block.slice_queries(keys.query_segments_BL, 1)
         key_segments_BJ = block.slice_keys(keys.segments_BL)
         visible_BQJ = visible & (query_segments_BQ[:, :, None] == key_segments_BJ[:, None, :])
         visible = jnp.repeat(visible_BQJ, scores_NRQJ.shape[0] // len(keys.segments_BL), axis=0)[:, None]
     return jnp.where(visible, scores_NRQJ, _HIDDEN_SCORE), slope
+
+
+def _visible(options: ScoreOptions, block: BlockRange, keys: Keys) -> Array:
+    """Returns a bool array [Q, J], or [1, J], that is True where a query may see a key, whatever their segments."""
+    key_positions_J = block.first_key + jnp.arange(block.num_keys)
+    if not options.causal:
+        return (key_positions_J < keys.num_keys)[None]  # hides the padding after the last key
+    # A query sees keys at or before its own position, and within the window.
+    query_positions_Q1 = (block.first_query + jnp.arange(block.num_queries))[:, None]
+    distance_QJ = query_positions_Q1 - key_positions_J
+    return distance_QJ >= 0 if options.window is None else (distance_QJ >= 0) & (distance_QJ < options.window)
 
 
 def _sinks_by_group(sinks_H: Array, like_NRLK: Array) -> Array:
@@ -218,25 +233,45 @@ class Inputs(NamedTuple):
     q_BLHK: Array
     k_BLGK: Array
     v_BLGK: Array
-    segments_BL: Array | None
-    sinks_H: Array | None
+    query_segments_BL: Array | None
+    """A query sees only keys of its own segment; None if there are no segments."""
+    key_segments_BL: Array | None
+    sinks_H: Array | None = None
+
+    @property
+    def are_long(self) -> bool:
+        """True if attention needs loops over blocks."""
+        return max(self.q_BLHK.shape[1], self.k_BLGK.shape[1]) > 2 * BLOCK
 
 
-def _backward(options: ScoreOptions, saved: tuple[Inputs, Array, Array], gradient_BLHK: Array) -> tuple[Inputs]:
-    """Returns the gradients of the inputs."""
-    inputs, a_BLHK, log_sum_NRL = saved
+def attend_to_blocks(options: ScoreOptions, inputs: Inputs) -> tuple[Array, Array]:
+    """Returns attention [B, L, H, K], and the logarithms of the sums of exponentials as float32 [N, R, L], where L is
+    padded if the rows are long. This function has no gradient: see `differentiate_blocks`."""
+    length, groups = inputs.q_BLHK.shape[1], inputs.k_BLGK.shape[2]
+    q_NRLK = _by_group(inputs.q_BLHK, groups, padded=inputs.are_long)
+    forward = _long_forward if inputs.are_long else _short_forward
+    a_NRLK, log_sum_NRL = forward(options, q_NRLK, _keys_by_group(inputs), inputs.sinks_H, length)
+    return _by_head(a_NRLK, groups, length), log_sum_NRL
+
+
+def differentiate_blocks(
+    options: ScoreOptions, inputs: Inputs, a_BLHK: Array, log_sum_NRL: Array, gradient_BLHK: Array
+) -> Inputs:
+    """Returns the gradients of the inputs. If other devices have further keys, the output `a_BLHK` and the logarithms
+    of the sums must be those of all keys."""
     batch, length, heads, _ = gradient_BLHK.shape
-    groups = inputs.k_BLGK.shape[2]
+    keys, groups = inputs.k_BLGK.shape[1], inputs.k_BLGK.shape[2]
     dtype = gradient_BLHK.dtype
 
     # The dot product of output and gradient is the same for all keys of a query, so it is computed once.
     dot_BLH1 = jnp.sum(gradient_BLHK.astype(jnp.float32) * a_BLHK, axis=-1, keepdims=True)
-    dot_NRL = _by_group(dot_BLH1, groups)[..., 0]
-    queries = Queries(_by_group(inputs.q_BLHK, groups), _by_group(gradient_BLHK, groups), log_sum_NRL, dot_NRL)
-    backward = _long_backward if length > 2 * BLOCK else _short_backward
+    by_group = lambda x: _by_group(x, groups, padded=inputs.are_long)
+    dot_NRL = by_group(dot_BLH1)[..., 0]
+    queries = Queries(by_group(inputs.q_BLHK), by_group(gradient_BLHK), log_sum_NRL, dot_NRL)
+    backward = _long_backward if inputs.are_long else _short_backward
     q_gradient_NRLK, key_gradients = backward(options, queries, _keys_by_group(inputs), length)
 
-    by_kv_head = lambda x_NKL: _by_head(x_NKL.swapaxes(1, 2)[:, None].astype(dtype), groups, length)
+    by_kv_head = lambda x_NKL: _by_head(x_NKL.swapaxes(1, 2)[:, None].astype(dtype), groups, keys)
     sinks_gradient_H = None
     if inputs.sinks_H is not None:
         # A sink is a key whose value is zero.
@@ -248,35 +283,45 @@ def _backward(options: ScoreOptions, saved: tuple[Inputs, Array, Array], gradien
         by_kv_head(key_gradients.k_NKL),
         by_kv_head(key_gradients.v_NKL),
     )
-    return (Inputs(*gradients, None, sinks_gradient_H),)
+    return Inputs(*gradients, None, None, sinks_gradient_H)
+
+
+def _backward(options: ScoreOptions, saved: tuple[Inputs, Array, Array], gradient_BLHK: Array) -> tuple[Inputs]:
+    """Returns the gradients of the inputs."""
+    return (differentiate_blocks(options, *saved, gradient_BLHK),)
 
 
 @with_backward(_backward, static=1)
 def attend_blockwise(options: ScoreOptions, inputs: Inputs) -> tuple[Array, tuple[Inputs, Array, Array]]:
     """Returns causal attention [B, L, H, K]. The output and the logarithms of the sums have the checkpoint name
     `attention`. If they are saved, the backward pass does not recompute attention."""
-    length = inputs.q_BLHK.shape[1]
-    groups = inputs.k_BLGK.shape[2]
-    q_NRLK = _by_group(inputs.q_BLHK, groups)
-    forward = _long_forward if length > 2 * BLOCK else _short_forward
-    a_NRLK, log_sum_NRL = forward(options, q_NRLK, _keys_by_group(inputs), inputs.sinks_H, length)
     # The name is for the caller's layout, so that later layers and this backward pass save the same array.
-    a_BLHK = checkpoint_name(_by_head(a_NRLK, groups, length), ATTENTION)
-    log_sum_NRL = checkpoint_name(log_sum_NRL, ATTENTION)
+    a_BLHK, log_sum_NRL = (checkpoint_name(array, ATTENTION) for array in attend_to_blocks(options, inputs))
     return a_BLHK, (inputs, a_BLHK, log_sum_NRL)
+
+
+def log_sums_by_token(log_sum_NRL: Array, groups: int, length: int) -> Array:
+    """Returns the logarithms of the sums as [B, L, H], without padding."""
+    return _by_head(log_sum_NRL[..., None], groups, length)[..., 0]
+
+
+def log_sums_by_group(log_sum_BLH: Array, inputs: Inputs) -> Array:
+    """Returns the logarithms of the sums in the form that `differentiate_blocks` takes with these inputs."""
+    return _by_group(log_sum_BLH[..., None], inputs.k_BLGK.shape[2], padded=inputs.are_long)[..., 0]
 
 
 def _keys_by_group(inputs: Inputs) -> Keys:
     """Returns keys and values by group, and the segments, all padded with zeros if the rows are long."""
-    groups = inputs.k_BLGK.shape[2]
-    k_NLK = _by_group(inputs.k_BLGK, groups)[:, 0]
-    v_NLK = _by_group(inputs.v_BLGK, groups)[:, 0]
-    return Keys(k_NLK, v_NLK, None if inputs.segments_BL is None else _pad(inputs.segments_BL))
+    groups, padded = inputs.k_BLGK.shape[2], inputs.are_long
+    k_NLK = _by_group(inputs.k_BLGK, groups, padded=padded)[:, 0]
+    v_NLK = _by_group(inputs.v_BLGK, groups, padded=padded)[:, 0]
+    pad = lambda segments_BL: None if segments_BL is None else _pad(segments_BL, padded=padded)
+    return Keys(k_NLK, v_NLK, pad(inputs.query_segments_BL), pad(inputs.key_segments_BL), inputs.k_BLGK.shape[1])
 
 
-def _by_group(x_BLHK: Array, groups: int) -> Array:
-    """Returns x as [N, R, L, K], padded with zeros if the row is long."""
-    x_BLHK = _pad(x_BLHK)
+def _by_group(x_BLHK: Array, groups: int, *, padded: bool) -> Array:
+    """Returns x as [N, R, L, K]. If `padded`, zeros complete the last block."""
+    x_BLHK = _pad(x_BLHK, padded=padded)
     batch, length, heads, width = x_BLHK.shape
     x_BLGRK = x_BLHK.reshape(batch, length, groups, heads // groups, width)
     return x_BLGRK.transpose(0, 2, 3, 1, 4).reshape(batch * groups, heads // groups, length, width)
@@ -289,11 +334,10 @@ def _by_head(x_NRLK: Array, groups: int, length: int) -> Array:
     return x_BGRLK.transpose(0, 3, 1, 2, 4).reshape(rows // groups, padded, -1, width)[:, :length]
 
 
-def _pad(x_BL: Array) -> Array:
-    """Pads long rows with zeros to a whole number of blocks. No query sees the padding, because it comes after all
-    queries."""
+def _pad(x_BL: Array, *, padded: bool) -> Array:
+    """Returns rows with zeros up to a whole number of blocks if `padded`. No query sees the padding (`_visible`)."""
     length = x_BL.shape[1]
-    if length <= 2 * BLOCK or length % BLOCK == 0:
+    if not padded or length % BLOCK == 0:
         return x_BL
     return jnp.pad(x_BL, [(0, 0), (0, -length % BLOCK), *[(0, 0)] * (x_BL.ndim - 2)])
 
@@ -304,7 +348,7 @@ def _pad(x_BL: Array) -> Array:
 def _short_forward(options: ScoreOptions, q_NRLK: Array, keys: Keys, sinks_H: Array | None, length: int) -> list[Array]:
     """Returns the outputs of the queries and the logarithms of their sums of exponentials."""
     outputs = []
-    for block in _halves(length, options.window):
+    for block in _short_blocks(options, length, keys.num_keys):
         q_NRQK = block.slice_queries(q_NRLK)
         softmax = Softmax.initial(q_NRQK, sinks_H).add(options, block, q_NRQK, keys)
         outputs.append(softmax.output(q_NRQK.dtype))
@@ -315,7 +359,7 @@ def _short_backward(options: ScoreOptions, queries: Queries, keys: Keys, length:
     """Returns the gradients of the queries in the dtype of their outputs, and of keys and values in float32."""
     key_gradients = _zero_key_gradients(keys)
     q_gradients = []
-    for block in _halves(length, options.window):
+    for block in _short_blocks(options, length, keys.num_keys):
         block_queries = Queries(*map(block.slice_queries, queries))
         zeros_NRQK = jnp.zeros(block_queries.q_NRLK.shape, jnp.float32)
         q_gradient_NRQK, key_gradients = _differentiate(options, block, block_queries, keys, zeros_NRQK, key_gradients)
@@ -323,14 +367,16 @@ def _short_backward(options: ScoreOptions, queries: Queries, keys: Keys, length:
     return jnp.concatenate(q_gradients, axis=2), key_gradients
 
 
-def _halves(length: int, window: int | None) -> list[BlockRange]:
-    """Returns the two halves of a row, each with the keys that its queries may see. A row of fewer than 64 tokens is
-    not divided."""
+def _short_blocks(options: ScoreOptions, length: int, keys: int) -> list[BlockRange]:
+    """Returns the blocks of a short row, each with the keys that its queries may see. They are two halves if attention
+    is causal and the row has at least 64 tokens."""
+    if not options.causal:
+        return [BlockRange(0, length, 0, keys)]
     middle = -(-length // 2)
     ranges = [(0, middle), (middle, length)] if length >= 64 else [(0, length)]
     blocks = []
     for first_query, end in ranges:
-        first_key = 0 if window is None else max(0, first_query - window + 1)
+        first_key = 0 if options.window is None else max(0, first_query - options.window + 1)
         blocks.append(BlockRange(first_query, end - first_query, first_key, end - first_key))
     return blocks
 
@@ -345,7 +391,8 @@ def _long_forward(options: ScoreOptions, q_NRLK: Array, keys: Keys, sinks_H: Arr
         block = BlockRange(index * BLOCK, BLOCK, 0, BLOCK)
         q_NRQK = block.slice_queries(q_NRLK)
         add = lambda number, softmax: softmax.add(options, block._replace(first_key=number * BLOCK), q_NRQK, keys)
-        softmax = _fold_over_keys(options.window, length, index, add, Softmax.initial(q_NRQK, sinks_H))
+        initial = Softmax.initial(q_NRQK, sinks_H)
+        softmax = _fold_over_keys(options, keys.num_keys, index, add, initial)
         return None, softmax.output(q_NRQK.dtype)
 
     _, outputs = jax.lax.scan(attend_queries, None, jnp.arange(-(-length // BLOCK)))
@@ -363,7 +410,7 @@ def _long_backward(options: ScoreOptions, queries: Queries, keys: Keys, length: 
             return _differentiate(options, block._replace(first_key=number * BLOCK), block_queries, keys, *gradients)
 
         initial = jnp.zeros(block_queries.q_NRLK.shape, jnp.float32), key_gradients
-        q_gradient_NRQK, key_gradients = _fold_over_keys(options.window, length, index, add, initial)
+        q_gradient_NRQK, key_gradients = _fold_over_keys(options, keys.num_keys, index, add, initial)
         return key_gradients, q_gradient_NRQK.astype(block_queries.gradient_NRLK.dtype)
 
     key_gradients, q_gradients = jax.lax.scan(
@@ -380,16 +427,25 @@ def _zero_key_gradients(keys: Keys) -> KeyGradients:
 
 
 def _fold_over_keys(
-    window: int | None, length: int, index: Array, add: Callable[[Array, Any], Any], initial: Any
+    options: ScoreOptions, keys: int, index: Array, add: Callable[[Array, Any], Any], initial: Any
 ) -> Any:
     """Calls `add(number, result)` for the number of each block of keys that some query of block `index` sees, with the
     result of the previous call, or at first with `initial`. Returns the last result."""
+    first, stop, mean = _key_blocks(options, keys, index)
+    with jax.named_scope(f"about_{mean:.1f}_rounds"):  # the planner reads the mean number of iterations from this name
+        return jax.lax.fori_loop(first, stop, add, initial)
+
+
+def _key_blocks(options: ScoreOptions, keys: int, index: Array) -> tuple[int | Array, int | Array, float]:
+    """Returns the first block of keys that some query of block `index` sees, the block after the last such block, and
+    the mean number of such blocks over all blocks of queries."""
+    if not options.causal:
+        blocks = -(-keys // BLOCK)
+        return 0, blocks, blocks
+    window = options.window
     first = 0 if window is None else jnp.maximum(0, index * BLOCK - window + 1) // BLOCK
-    # The planner reads the mean number of iterations from the name of the scope.
-    reach = length if window is None else min(length, window + BLOCK)
-    mean = (reach - reach**2 / (2 * length)) / BLOCK + 0.5
-    with jax.named_scope(f"about_{mean:.1f}_rounds"):
-        return jax.lax.fori_loop(first, index + 1, add, initial)
+    reach = keys if window is None else min(keys, window + BLOCK)
+    return first, index + 1, (reach - reach**2 / (2 * keys)) / BLOCK + 0.5
 
 
 def _join_blocks(x: Array) -> Array:

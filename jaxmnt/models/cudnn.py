@@ -8,6 +8,9 @@ by the number of query heads. With fewer key heads, cuDNN would then read keys o
 A call takes a fixed number of documents. Rows with more documents need several calls, each of which fills in the tokens
 of its documents. Softmax statistics are stored by token, not in cuDNN's form [documents, H, L].
 
+Rows that are divided among devices need the statistics of whole rows, too (`models.attention_parts`). JAX's public
+function does not return them, so that form also calls the primitives.
+
 Shapes: B batch, L length, H query heads, G key/value heads, K head width, T = B · L tokens, C documents in a call.
 """
 
@@ -50,17 +53,14 @@ def attend_whole_rows(options: ScoreOptions, q_BLHK: Array, k_BLGK: Array, v_BLG
     )  # fmt: skip
 
 
-def attend_packed(options: ScoreOptions, q_BLHK: Array, k_BLGK: Array, v_BLGK: Array, segments_BL: Array) -> Array:
-    """Returns causal attention [B, L, H, K], in which a query sees only keys of its own document. Output and statistics
-    have the checkpoint name `attention`. Raises `ConfigError` if the queries have more numbers than offsets can
-    count."""
+def _check_offsets(q_BLHK: Array) -> None:
+    """Raises `ConfigError` if the queries have more numbers than offsets can count."""
     if q_BLHK.size > _MAX_OFFSET:
         raise ConfigError(
             "model.attention: cudnn cannot keep documents apart if a device's queries in a microbatch have "
             f"{q_BLHK.size:,} numbers (at most {_MAX_OFFSET:,}); set train.microbatch_size lower, or "
             "model.attention=xla"
         )
-    return _attend_within_documents(options, q_BLHK, k_BLGK, v_BLGK, segments_BL)
 
 
 class _Documents(NamedTuple):
@@ -110,6 +110,22 @@ class _CallDocuments(NamedTuple):
     position_T: Array
     """int32: the position of each token in its document; 0 where `inside_T` is False."""
 
+    @property
+    def spans(self) -> "DocumentSpans":
+        """The documents, of which queries and keys have the same tokens."""
+        return DocumentSpans(self.lengths_C, self.first_C1, self.lengths_C, self.first_C1)
+
+
+class DocumentSpans(NamedTuple):
+    """The documents of a call. Each has a span of the queries' tokens and a span of the keys' tokens, in all rows."""
+
+    query_lengths_C: Array
+    """int32: the number of queries in each document."""
+    first_queries_C1: Array
+    """int32: the index of each document's first query, and the end of the last document."""
+    key_lengths_C: Array
+    first_keys_C1: Array
+
 
 def _documents_of_call(documents: _Documents, call_index: Array, per_call: int) -> _CallDocuments:
     """Returns the documents of one of the calls, each of which takes `per_call` documents."""
@@ -135,9 +151,18 @@ def _for_each_call(
         return jax.lax.fori_loop(0, num_calls, fill_call, zeros)
 
 
-def _backward(options: ScoreOptions, saved: tuple[Array, ...], gradient_BLHK: Array) -> tuple[Array | None, ...]:
-    """Returns the gradients of queries, keys and values. Segments have none."""
-    q_BLHK, k_BLGK, v_BLGK, segments_BL, a_BLHK, statistics_BLH = saved
+def differentiate_packed(
+    options: ScoreOptions,
+    q_BLHK: Array,
+    k_BLGK: Array,
+    v_BLGK: Array,
+    segments_BL: Array,
+    a_BLHK: Array,
+    statistics_BLH: Array,
+    gradient_BLHK: Array,
+) -> tuple[Array, Array, Array]:
+    """Returns the gradients of queries, keys and values. If other devices have further keys, the output and the
+    statistics must be those of all keys."""
     _, length, heads, _ = q_BLHK.shape
     statistics_TH = statistics_BLH.reshape(-1, heads)
 
@@ -145,35 +170,56 @@ def _backward(options: ScoreOptions, saved: tuple[Array, ...], gradient_BLHK: Ar
         token_CL = call.first_C1[:-1, None] + jnp.arange(length)
         inside_CL = jnp.arange(length) < call.lengths_C[:, None]
         # Positions beyond the end of a document must have exponentials of 0.
-        statistics_CLH = jnp.where(inside_CL[..., None], statistics_TH.at[token_CL].get(mode="clip"), _MASKED_STATISTIC)
+        statistics_CLH = jnp.where(inside_CL[..., None], statistics_TH.at[token_CL].get(mode="clip"), MASKED_STATISTIC)
         gradients = cudnn_backward(
-            options, q_BLHK, k_BLGK, v_BLGK, statistics_CLH.swapaxes(1, 2), gradient_BLHK, a_BLHK,
-            call.lengths_C, call.first_C1,
-        )  # fmt: skip
+            options, q_BLHK, k_BLGK, v_BLGK, statistics_CLH.swapaxes(1, 2), gradient_BLHK, a_BLHK, call.spans
+        )
         return _merge_documents(call, gradients, filled)
 
-    return (*_for_each_call(segments_BL, fill, (q_BLHK, k_BLGK, v_BLGK)), None)
+    q_gradient_BLHK, k_gradient_BLGK, v_gradient_BLGK = _for_each_call(segments_BL, fill, (q_BLHK, k_BLGK, v_BLGK))
+    return q_gradient_BLHK, k_gradient_BLGK, v_gradient_BLGK
 
 
-@with_backward(_backward, static=1)
-def _attend_within_documents(
+def attend_packed_with_statistics(
     options: ScoreOptions, q_BLHK: Array, k_BLGK: Array, v_BLGK: Array, segments_BL: Array
-) -> tuple[Array, tuple[Array, ...]]:
-    """Returns causal attention within documents, and the arrays that the backward pass needs."""
+) -> tuple[Array, Array]:
+    """Returns causal attention within documents, and the statistics as float32 [B, L, H]. This function has no
+    gradient: see `differentiate_packed`. Raises `ConfigError` as `attend_packed`."""
+    _check_offsets(q_BLHK)
     batch, length, heads, _ = q_BLHK.shape
 
     def fill(call: _CallDocuments, filled: tuple[Array, ...]) -> tuple[Array, ...]:
-        a_BLHK, statistics_CHL = cudnn_forward(options, q_BLHK, k_BLGK, v_BLGK, call.lengths_C, call.first_C1)
+        a_BLHK, statistics_CHL = cudnn_forward(options, q_BLHK, k_BLGK, v_BLGK, call.spans)
         statistics_TH = statistics_CHL[call.document_T, :, call.position_T]
         return _merge_documents(call, (a_BLHK, statistics_TH.reshape(batch, length, heads)), filled)
 
     like = (q_BLHK, jax.ShapeDtypeStruct((batch, length, heads), jnp.float32))
-    filled = _for_each_call(segments_BL, fill, like)
-    a_BLHK, statistics_BLH = (checkpoint_name(array, ATTENTION) for array in filled)
+    a_BLHK, statistics_BLH = _for_each_call(segments_BL, fill, like)
+    return a_BLHK, statistics_BLH
+
+
+def _backward(options: ScoreOptions, saved: tuple[Array, ...], gradient_BLHK: Array) -> tuple[Array | None, ...]:
+    """Returns the gradients of queries, keys and values. Segments have none."""
+    q_BLHK, k_BLGK, v_BLGK, segments_BL, a_BLHK, statistics_BLH = saved
+    return (
+        *differentiate_packed(options, q_BLHK, k_BLGK, v_BLGK, segments_BL, a_BLHK, statistics_BLH, gradient_BLHK),
+        None,
+    )
+
+
+@with_backward(_backward, static=1)
+def attend_packed(
+    options: ScoreOptions, q_BLHK: Array, k_BLGK: Array, v_BLGK: Array, segments_BL: Array
+) -> tuple[Array, tuple[Array, ...]]:
+    """Returns causal attention [B, L, H, K], in which a query sees only keys of its own document. Output and statistics
+    have the checkpoint name `attention`. Raises `ConfigError` if the queries have more numbers than offsets can
+    count."""
+    results = attend_packed_with_statistics(options, q_BLHK, k_BLGK, v_BLGK, segments_BL)
+    a_BLHK, statistics_BLH = (checkpoint_name(array, ATTENTION) for array in results)
     return a_BLHK, (q_BLHK, k_BLGK, v_BLGK, segments_BL, a_BLHK, statistics_BLH)
 
 
-_MASKED_STATISTIC = 1e30
+MASKED_STATISTIC = 1e30
 """Softmax statistic, the logarithm of a sum of exponentials, that makes all exponentials relative to it 0."""
 
 
@@ -206,11 +252,13 @@ class _Primitives(NamedTuple):
     backward: Any
     settings: dict[str, Any]
     """Static parameters of both primitives. Those that only newer versions have are None, which disables them."""
+    mask_types: dict[tuple[bool, bool], Any]
+    """The mask by two facts: whether attention is causal, and whether documents are given."""
 
 
 _OPERANDS_AND_OPTIONS = {
     "ctx", "query", "key", "value", "bias", "q_seqlen", "kv_seqlen", "q_offsets", "kv_offsets", "page_table_k",
-    "page_table_v", "score_mod_args", "scale", "sliding_window_length", "is_training",
+    "page_table_v", "score_mod_args", "scale", "sliding_window_length", "is_training", "mask_type",
 }  # fmt: skip
 """Parameters of JAX's lowering that are arrays, or that this module passes with each call."""
 
@@ -223,32 +271,34 @@ def _primitives() -> _Primitives:
 
     settings = {
         "seed": 42, "dropout_rate": 0.0, "variadic_args": (False, False),
-        "mask_type": jax_cudnn.MaskType.PADDING_CAUSAL, "layout": jax_cudnn.AttentionLayout.BTNH.value,
+        "layout": jax_cudnn.AttentionLayout.BTNH.value,
     }  # fmt: skip
     lowering = inspect.signature(jax_cudnn._dot_product_attention_fwd_cuda_lowering)
     newer_parameters = set(lowering.parameters) - _OPERANDS_AND_OPTIONS - set(settings)
+    masks = jax_cudnn.MaskType
+    mask_types = {
+        (True, False): masks.CAUSAL, (True, True): masks.PADDING_CAUSAL,
+        (False, False): masks.NO_MASK, (False, True): masks.PADDING,
+    }  # fmt: skip
     if unknown := newer_parameters - {"score_mod_name", "score_mod_jaxpr"}:
         raise AttributeError(f"cuDNN's attention has unknown parameters: {', '.join(sorted(unknown))}")
     settings |= dict.fromkeys(sorted(newer_parameters))
-    return _Primitives(jax_cudnn._dot_product_attention_fwd_p, jax_cudnn._dot_product_attention_bwd_p, settings)
+    return _Primitives(
+        jax_cudnn._dot_product_attention_fwd_p, jax_cudnn._dot_product_attention_bwd_p, settings, mask_types
+    )
 
 
 def cudnn_forward(
-    options: ScoreOptions,
-    q_BLHK: Array,
-    k_BLGK: Array,
-    v_BLGK: Array,
-    lengths_C: Array,
-    first_C1: Array,
+    options: ScoreOptions, q_BLHK: Array, k_BLGK: Array, v_BLGK: Array, spans: DocumentSpans | None
 ) -> tuple[Array, Array]:
-    """Returns the output [B, L, H, K] and the float32 statistics [C, H, L] for the tokens of these documents. Other
-    tokens are left uninitialised."""
+    """Returns the output [B, L, H, K] and the float32 statistics [C, H, L] for the queries of these documents. Other
+    queries are left uninitialised. Without `spans`, each row is a document, and C is B."""
     empty = jnp.zeros(0, q_BLHK.dtype)
-    documents = _document_operands(q_BLHK, k_BLGK, lengths_C, first_C1)
-    # The empty operands are the bias and the page tables, which this form does not use.
+    # The empty operands are the bias and the page tables, which are not used.
     a_BLHK, statistics_CHL = _primitives().forward.bind(
-        q_BLHK, k_BLGK, v_BLGK, empty, *documents, empty, empty, is_training=True, **_settings(options)
-    )
+        q_BLHK, k_BLGK, v_BLGK, empty, *_document_operands(q_BLHK, k_BLGK, spans), empty, empty, is_training=True,
+        **_settings(options, spans),
+    )  # fmt: skip
     return a_BLHK, statistics_CHL
 
 
@@ -260,31 +310,44 @@ def cudnn_backward(
     statistics_CHL: Array,
     gradient_BLHK: Array,
     a_BLHK: Array,
-    lengths_C: Array,
-    first_C1: Array,
+    spans: DocumentSpans | None,
 ) -> tuple[Array, Array, Array]:
     """Returns the gradients of queries, keys and values for the tokens of these documents. Other tokens are left
     uninitialised."""
     empty = jnp.zeros(0, q_BLHK.dtype)
-    documents = _document_operands(q_BLHK, k_BLGK, lengths_C, first_C1)
     q_gradient_BLHK, k_gradient_BLGK, v_gradient_BLGK = _primitives().backward.bind(
-        q_BLHK, k_BLGK, v_BLGK, empty, *documents, empty, empty, statistics_CHL, a_BLHK, gradient_BLHK,
-        **_settings(options),
+        q_BLHK, k_BLGK, v_BLGK, empty, *_document_operands(q_BLHK, k_BLGK, spans), empty, empty, statistics_CHL,
+        a_BLHK, gradient_BLHK, **_settings(options, spans),
     )  # fmt: skip
     return q_gradient_BLHK, k_gradient_BLGK, v_gradient_BLGK
 
 
-def _settings(options: ScoreOptions) -> dict[str, Any]:
+def _settings(options: ScoreOptions, spans: DocumentSpans | None) -> dict[str, Any]:
     """Returns the static parameters of both primitives."""
-    return {"scale": options.scale, "sliding_window_length": options.window, **_primitives().settings}
+    primitives = _primitives()
+    mask_type = primitives.mask_types[options.causal, spans is not None]
+    return {
+        "scale": options.scale, "sliding_window_length": options.window, "mask_type": mask_type, **primitives.settings,
+    }  # fmt: skip
 
 
-def _document_operands(q_BLHK: Array, k_BLGK: Array, lengths_C: Array, first_C1: Array) -> list[Array]:
+def _document_operands(q_BLHK: Array, k_BLGK: Array, spans: DocumentSpans | None) -> list[Array]:
     """Returns the documents' lengths [B, C / B] in queries and in keys, and their offsets [B, C / B + 1] in queries and
     in keys. JAX derives the number of documents from these shapes, whereas cuDNN reads flat arrays. Offsets count
-    numbers, not tokens."""
-    batch, documents = q_BLHK.shape[0], len(lengths_C)
-    lengths = lengths_C.reshape(batch, documents // batch)
-    offsets = jnp.pad(first_C1, (0, batch - 1), mode="edge").reshape(batch, documents // batch + 1)
+    numbers, not tokens. Without documents, all four are empty."""
+    if spans is None:
+        return [jnp.zeros(0, q_BLHK.dtype)] * 4
+    batch, documents = q_BLHK.shape[0], len(spans.query_lengths_C)
     numbers_per_token = lambda x: x.shape[2] * x.shape[3]
-    return [lengths, lengths, offsets * numbers_per_token(q_BLHK), offsets * numbers_per_token(k_BLGK)]
+    lengths = lambda lengths_C: lengths_C.reshape(batch, documents // batch)
+
+    def offsets(first_C1: Array, like: Array) -> Array:
+        padded = jnp.pad(first_C1, (0, batch - 1), mode="edge")
+        return padded.reshape(batch, documents // batch + 1) * numbers_per_token(like)
+
+    return [
+        lengths(spans.query_lengths_C),
+        lengths(spans.key_lengths_C),
+        offsets(spans.first_queries_C1, q_BLHK),
+        offsets(spans.first_keys_C1, k_BLGK),
+    ]

@@ -41,7 +41,7 @@ def attend(
         if segments_BL is None:
             return attend_whole_rows(options, q_BLHK, k_BLGK, v_BLGK)
         return attend_packed(options, q_BLHK, k_BLGK, v_BLGK, segments_BL)
-    return attend_blockwise(options, Inputs(q_BLHK, k_BLGK, v_BLGK, segments_BL, sinks_H))
+    return attend_blockwise(options, Inputs(q_BLHK, k_BLGK, v_BLGK, segments_BL, segments_BL, sinks_H))
 
 
 def choose_kernel(
