@@ -21,7 +21,7 @@ class RecomputeShare(NamedTuple):
 RECOMPUTE_SHARES = {
     "none": RecomputeShare(0, 0, 0),
     "attention": RecomputeShare(0, 0, 0),
-    "dots": RecomputeShare(0, 1, 1),
+    "dots": RecomputeShare(0, 0, 1),
     "full": RecomputeShare(1, 1, 1),
 }
 """Shares for each value of `train.remat`, except `names`, whose shares depend on the names."""
