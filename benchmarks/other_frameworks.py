@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from jaxmnt.config.load import parse_config
 from jaxmnt.models.contract import AttentionShape, LayerCosts, Product, define
 from jaxmnt.models.registry import build_family
-from jaxmnt.plan.estimate import Estimate, Link, Links, ProgramTraits, Step, Work
+from jaxmnt.plan.estimate import Estimate, Link, ProgramTraits, Step, Work
 from jaxmnt.plan.rates import Rates
 from jaxmnt.plan.workload import ModelShape, Scheme, model_shape
 from jaxmnt.telemetry.flops import RECOMPUTE_SHARES, RecomputeShare
@@ -54,7 +54,7 @@ def decoder(
         Product(hidden, (2 if gated else 1) * intermediate, "outputs"),
         Product(intermediate, hidden, "inputs"),
     )
-    costs = LayerCosts(products, AttentionShape(heads, head_dim))
+    costs = LayerCosts(products, AttentionShape(heads, head_dim, kv_heads=kv_heads))
     return ModelShape(((layers, costs),), hidden, vocab, tied)
 
 
@@ -67,11 +67,6 @@ def preset(name: str) -> ModelShape:
 @dataclass(frozen=True)
 class OtherScheme(Scheme):
     """How a step of another framework is spread: also with ZeRO 0, which shards nothing over `fsdp`."""
-
-    context: int = 1
-    """Ways to split a row."""
-    kv_heads: int = 0
-    """Of the model, whose keys and values are gathered over `context`."""
 
     @property
     def devices(self) -> int:
@@ -117,9 +112,7 @@ class OtherStep(Step):
     def __init__(self, model: ModelShape, scheme: OtherScheme, rates: Rates, domain: int, traits: Software):
         super().__init__(model, scheme, rates, domain, traits)
         self.gradient_bytes = traits.gradient_bytes
-        self.tokens //= scheme.context
-        self.sizes["fsdp"] *= scheme.context
-        self.shards = self.sizes["fsdp"] * scheme.expert if scheme.zero else 1
+        self.shards = scheme.shards if scheme.zero else 1
         if not traits.head_everywhere:
             self.head_stages = 1
 
@@ -141,9 +134,6 @@ class OtherStep(Step):
         heads = layer.attention.heads / self.scheme.model
         scores = self.tokens * self.scheme.length * heads * 2 * SCORE_PASSES
         return products + scores * (2 if backward else 1) / self.rates.memory
-
-    def layer_links(self, layer: LayerCosts, forward: Work, backward: Work) -> Links:
-        return {**super().layer_links(layer, forward, backward), "context": self.keys_and_values(layer, backward)}
 
     def activations_link(self, layer: LayerCosts) -> Link | None:
         if self.traits.sequence_parallel or self.scheme.model == 1:
@@ -192,22 +182,19 @@ class OtherStep(Step):
         seconds = 4 * max(sent * (near - 1) / self.rates.within_host, sent * (size - near) / self.rates.between_hosts)
         return Link(seconds, seconds * (1 - self.traits.hides_exchange))
 
-    def keys_and_values(self, layer: LayerCosts, back: Work) -> Link | None:
+    def keys_link(self, layer: LayerCosts) -> Link | None:
         """Gathered over `context`, behind attention."""
-        scheme = self.scheme
-        if scheme.context == 1:
+        link = super().keys_link(layer)
+        if link is None:
             return None
-        own = scheme.itemsize * self.tokens * 2 * scheme.kv_heads * layer.attention.head_dim / scheme.model
-        hosts = self.devices_per_domain(scheme.context, scheme.model)
-        seconds = 3 * self.rates.ring_seconds("all-gather", own * scheme.context, hosts)
-        behind = self.attention_seconds(layer, backward=False) + back.attention
-        return Link(seconds, max(0.0, seconds - behind))
+        behind = sum(self.attention_seconds(layer, backward=backward) for backward in (False, True))
+        return Link(link.seconds, max(0.0, link.seconds - behind))
 
     def step_weights_link(self, backward: Work) -> Link | None:
         """With ZeRO 0 gradients are summed."""
-        if self.scheme.zero or self.sizes["fsdp"] == 1:
+        if self.scheme.zero or self.scheme.shards == 1:
             return super().step_weights_link(backward)
-        seconds = self.ring_seconds("all-reduce", self.gradient_bytes * self.parameters, "fsdp")
+        seconds = self.ring_seconds("all-reduce", self.gradient_bytes * self.parameters, "fsdp", "context")
         return self.link_behind_backward(seconds, backward)
 
 

@@ -124,9 +124,9 @@ def shape_of(record: dict[str, Any]) -> ModelShape:
 
 
 def scheme_of(record: dict[str, Any]) -> Scheme:
-    """Older records have the slots beside the scheme, `context`, which is always 1, and `kept` for the residuals."""
+    """Older records have the slots beside the scheme, and `kept` for the residuals."""
     names = {"kept": "residual_bytes"}
-    known = {names.get(key, key): value for key, value in record["scheme"].items() if key != "context"}
+    known = {names.get(key, key): value for key, value in record["scheme"].items()}
     return Scheme(**({"slots": record["slots"]} if "slots" in record else {}) | known)
 
 

@@ -90,7 +90,7 @@ def _row(line: Mapping[str, str]) -> Row:
     if line["precision"] in ("mxfp8", "fp8-mx", "nvfp4", "fp8-rowwise") and mixture is None:
         raise OmittedError(f"precision {line['precision']} is not supported")
     chip = _chip(line["gpu"])
-    model, kv_heads = _shape(line) if mixture is None else (preset(mixture), 4)
+    model = _shape(line) if mixture is None else preset(mixture)
     parts = {axis: number(key, 1) for axis, key in (("model", "tp"), ("pipeline", "pp"), ("context", "cp"))}
     replicas = number("num_gpus") // math.prod(parts.values())
     # Tensor parallelism divides experts as well, so `expert` is the rest of the group that shares them.
@@ -107,7 +107,7 @@ def _row(line: Mapping[str, str]) -> Row:
         length=number("seq_len"), rows=rows, microbatches=microbatches, fsdp=replicas // expert, zero=zero,
         chunks=chunks, expert=expert,
         idle=(parts["pipeline"] - 1) / (microbatches * chunks), ticks=chunks * microbatches, remat=remat,
-        dtype="float8" if float8 else "bfloat16", kv_heads=kv_heads, **parts,
+        dtype="float8" if float8 else "bfloat16", **parts,
     )  # fmt: skip
     rate = float(line["tokens_per_s_per_gpu"]) if line["tokens_per_s_per_gpu"] else None
     if rate is None:
@@ -118,19 +118,18 @@ def _row(line: Mapping[str, str]) -> Row:
     return Row(source, _publisher(source), label, model, scheme, chip, kind, rate)
 
 
-def _shape(line: Mapping[str, str]) -> tuple[ModelShape, int]:
-    """The shape of a dense decoder, and the number of its key/value heads."""
+def _shape(line: Mapping[str, str]) -> ModelShape:
+    """The shape of a dense decoder."""
     number = lambda key, default=None: int(float(line[key])) if line[key] else default
     name, heads = line["model"], number("heads")
     vocab = number("vocab") or next((size for key, size in _VOCABULARY.items() if key in name), None)
     if vocab is None:
         raise OmittedError("shapes are not published")
     gated = any(family in name.lower() for family in ("llama", "qwen", "mistral", "gemma"))
-    model = decoder(
+    return decoder(
         number("layers"), number("hidden"), heads, number("kv_heads", heads), number("ffn"), vocab,
         gated=gated, tied=not gated,
     )  # fmt: skip
-    return model, number("kv_heads", heads)
 
 
 def _chip(name: str) -> Chip:
@@ -345,11 +344,32 @@ def table(rows: Sequence[Row], left: Counter[str], unseen: Mapping[str, Constant
         f"pairs whose published speeds are within {percent(NOISE)} are not ranked.",
         "",
         *mixtures,
+        _text_of_divided_rows(rows, constants),
+        "",
         "Rows that are left out, by reason: "
         + "; ".join(f"{reason} ({count})" for reason, count in sorted(left.items()))
         + ".",
     ]
     return "\n".join(line if line.startswith("|") else textwrap.fill(line, 124) for line in lines)
+
+
+def _text_of_divided_rows(rows: Sequence[Row], constants: Constants) -> str:
+    """What the errors are of runs in which devices share rows, by the length of rows."""
+    errors = defaultdict(list)
+    for row in rows:
+        if row.scheme.context > 1:
+            errors[row.scheme.length].append(abs(predicted(row, constants) / row.tokens_per_second - 1))
+    if not errors:
+        return "In none of them, devices share rows."
+    everything = [error for of_length in errors.values() for error in of_length]
+    by_length = "; ".join(
+        f"{length:,} tokens {percent(statistics.median(of_length))} ({len(of_length)})"
+        for length, of_length in sorted(errors.items())
+    )
+    return (
+        f"In {len(everything)} of the rows, devices share rows of tokens (context parallelism): median error "
+        f"{percent(statistics.median(everything))}. By the length of these, with the number of rows: {by_length}."
+    )
 
 
 def percent(value: float) -> str:

@@ -75,8 +75,12 @@ class Run:
                 f"the number of rows must be a positive multiple of {shards} (the number of devices that share "
                 f"them), not {tokens_BL.shape[0]}, and each row must have at least one token"
             )
+        # Tokens after the last one change none of the logits before them.
+        length, divisor = tokens_BL.shape[1], self._spec.placement.row_divisor
+        padded_BL = np.pad(tokens_BL.astype(np.int32), ((0, 0), (0, -length % divisor)))
         sharding = self._spec.placement.sharding(("batch", "length"))
-        return self._logits(self.params, self._buffers, jax.device_put(tokens_BL.astype(np.int32), sharding))
+        logits_BLV = self._logits(self.params, self._buffers, jax.device_put(padded_BL, sharding))
+        return logits_BLV if length == padded_BL.shape[1] else logits_BLV[:, :length]
 
     def batch(self, step: int) -> dict[str, np.ndarray]:
         """Returns the global batch of update `step` (counted from 1): tokens, targets, weights, segments and positions,

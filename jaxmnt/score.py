@@ -165,6 +165,7 @@ def scores(model: "TrainedModel", requests: Sequence[ScoreRequest], batch: int) 
     for start in range(0, len(pieces), rows):
         batch_pieces = pieces[start : start + rows]
         width = rounded_length(max(len(piece.ids) - 1 for _, piece in batch_pieces))
+        width += -width % model.spec.placement.row_divisor
         ids = np.zeros((rows, width + 1), np.int32)
         for row, (_, piece) in zip(ids, batch_pieces, strict=False):
             row[: len(piece.ids)] = piece.ids

@@ -171,7 +171,6 @@ def test_empty_sections_mean_defaults(tmp_path):
         ("", "train.precision=fp8", ["train.precision", "auto, float32, bfloat16 or float8"]),
         ("", "model.num_heads=7", ["model.num_heads", "evenly", "512"]),
         ("", "model.num_kv_heads=3", ["model.num_kv_heads", "divide"]),
-        ("", "mesh.context=2", ["mesh.context", "not available", "data, pipeline, fsdp, expert, model"]),
         ("mesh: {data: -1, fsdp: -1}", None, ["mesh.fsdp", "only one"]),
         ("", "mesh.fsdp=0", ["mesh.fsdp", "positive"]),
         ("optimizer: {warmup_steps: 10}\ntrain: {steps: 10}", None, ["a.yaml:1", "optimizer.warmup_steps"]),

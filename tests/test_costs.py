@@ -56,7 +56,7 @@ def test_the_products_of_a_layer():
     """By their names, as tensor parallelism splits them."""
     ((count, costs),) = definition("llama").layer_costs()
     width = HIDDEN // 8
-    assert count == LAYERS and costs.attention == AttentionShape(8, width)
+    assert count == LAYERS and costs.attention == AttentionShape(8, width, kv_heads=2)
     assert {product.name: product[:4] for product in costs.products} == {
         "attention.query": (HIDDEN, HIDDEN, "outputs", 1),
         "attention.key": (HIDDEN, 2 * width, "outputs", 1),

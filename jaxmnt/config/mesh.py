@@ -26,34 +26,31 @@ class Axis:
     """True if communication over this axis should stay within a host, because there is so much of it."""
     parallelism: str = ""
     """Name of this form of parallelism in plans that compare meshes with and without it."""
-    is_available: bool = True
-    """True if this version supports more than one device along this axis; else the size must be 1."""
 
 
 MESH_AXES = (
     Axis("data", ("rows",)),
     Axis("pipeline", ("layers",), parallelism="a pipeline"),
     Axis("fsdp", ("rows",), gathers_weights=True),
-    Axis("context", ("length",), gathers_weights=True, inside_host=True, is_available=False),
+    Axis("context", ("length",), gathers_weights=True, inside_host=True, parallelism="context parallelism"),
     Axis("expert", ("rows", "experts"), gathers_weights=True, inside_host=True, parallelism="expert parallelism"),
     Axis("model", ("features",), inside_host=True, parallelism="tensor parallelism"),
 )
 """The axes in mesh order. Axes that can use the slowest network come first."""
 
 AXES = tuple(axis.name for axis in MESH_AXES)
-AVAILABLE_AXES = tuple(axis for axis in MESH_AXES if axis.is_available)
 
 
 def axes_that_split(*parts: Split) -> tuple[str, ...]:
-    """Returns the available axes that split at least one of these dimensions, in mesh order."""
-    return tuple(axis.name for axis in AVAILABLE_AXES if {*parts} & {*axis.splits})
+    """Returns the axes that split at least one of these dimensions, in mesh order."""
+    return tuple(axis.name for axis in MESH_AXES if {*parts} & {*axis.splits})
 
 
 BATCH_AXES = axes_that_split("rows")
 """Axes whose devices hold different rows of a batch."""
 TOKEN_AXES = axes_that_split("rows", "length")
 """Axes whose devices hold different tokens of a batch."""
-GATHERING_AXES = tuple(axis.name for axis in AVAILABLE_AXES if axis.gathers_weights)
+GATHERING_AXES = tuple(axis.name for axis in MESH_AXES if axis.gathers_weights)
 """Axes along which the parameters are stored in shards, and gathered before use."""
 REPLICA_AXES = tuple(name for name in BATCH_AXES if name not in GATHERING_AXES)
 """Batch axes along which parameters are replicated, not split."""
@@ -66,7 +63,10 @@ class Mesh(Section):
     )
     pipeline: int = key(1, "Number of pipeline stages, each of which holds a part of the layers.")
     fsdp: int = key(1, "Number of shards of parameters, gradients and optimizer state.")
-    context: int = key(1, "Number of parts of a sequence; must be 1 in this version.")
+    context: int = key(
+        1, "Number of devices that share each row. It also shards parameters as fsdp does. data.sequence_length must "
+        "be a multiple of 2 × context × model.",
+    )  # fmt: skip
     expert: int = key(
         1, "Number of parts of the experts. It also splits rows, and shards other parameters as fsdp does."
     )
@@ -84,7 +84,7 @@ class Mesh(Section):
         None, "Gather a layer's weights, and reduce its gradients, while another layer computes. Default: true on GPUs "
         "with zero 3 and without a pipeline.",
     )  # fmt: skip
-    allow_split_hosts: bool = key(False, "Allow the axes expert and model to span hosts.")
+    allow_split_hosts: bool = key(False, "Allow the axes context, expert and model to span hosts.")
     rules: dict[str, list[str]] = key(
         {}, "Mesh axes for a logical axis in place of the default ones, such as embed: [data, fsdp]."
     )
@@ -142,16 +142,10 @@ def complete_mesh(mesh: Mesh) -> Mesh:
     Raises `ValueError` for invalid sizes.
     """
     sizes = mesh.sizes()
-    available = [axis.name for axis in AVAILABLE_AXES]
     for axis, size in sizes.items():
         if size is not None and size != -1 and size < 1:
             raise ValueError(
                 f"mesh.{axis}: {size} is not a size; give a positive number, or -1 for all remaining devices"
-            )
-        if axis not in available and size != 1:
-            raise ValueError(
-                f"mesh.{axis}: splitting over {axis} is not available in this version; set it to 1 "
-                f"(working axes: {', '.join(available)})"
             )
     rest = [axis for axis, size in sizes.items() if size == -1]
     if len(rest) > 1:

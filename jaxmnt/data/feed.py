@@ -1,5 +1,6 @@
 """Copies the rows that this process reads into global arrays on the devices, one batch ahead of the step."""
 
+import math
 import time
 from collections.abc import Iterator
 
@@ -10,6 +11,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxmnt.data.rows import Rows, batch_digest, row_digests
+from jaxmnt.parallel.chunks import device_order
 
 Batch = dict[str, Array]
 
@@ -29,19 +31,30 @@ def process_rows(sharding: NamedSharding, global_rows: int, length: int) -> list
 
 def to_devices(local: Rows, rows: list[int], global_rows: int, sharding: NamedSharding) -> Batch:
     """Returns global arrays [global_rows, L], to which this process contributes `rows`. The copies overlap with
-    computation."""
+    computation. If the sharding divides rows, their columns are in the order of `chunks.device_order`."""
     local_index = {row: index for index, row in enumerate(rows)}
+    devices_per_row = _devices_per_row(sharding)
 
     def global_array(array: np.ndarray) -> Array:
+        columns = device_order(array.shape[1], devices_per_row) if devices_per_row > 1 else None
+
         def shard(index: tuple[slice, ...] | None) -> np.ndarray:
             assert index is not None
             first, stop, _ = index[0].indices(global_rows)
             begin = local_index[first]
-            return array[(slice(begin, begin + stop - first), *index[1:])]
+            shard_rows = array[begin : begin + stop - first]
+            return shard_rows if columns is None else shard_rows[:, columns[index[1]]]
 
         return jax.make_array_from_callback((global_rows, *array.shape[1:]), sharding, shard)
 
     return {name: global_array(array) for name, array in local.items()}
+
+
+def _devices_per_row(sharding: NamedSharding) -> int:
+    """Returns the number of devices among which a sharding of arrays [rows, length] divides each row."""
+    axes = sharding.spec[1] if len(sharding.spec) > 1 else None
+    names = (axes,) if isinstance(axes, str) else axes or ()
+    return math.prod(sharding.mesh.shape[name] for name in names)
 
 
 class Feed:

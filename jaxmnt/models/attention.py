@@ -102,6 +102,8 @@ class KVHeads:
         self.placement = placement
         num_shards = placement.num_shards("heads")
         self._is_subset = num_shards > 1 and placement.num_shards("kv_heads") == 1
+        self.attended_heads = kv_heads // placement.num_shards("kv_heads")
+        """The number of heads of keys and values to which a device's queries attend, after `align_to_queries`."""
         if not self._is_subset:
             return
         # The key/value head of each query head, by device.
@@ -116,6 +118,7 @@ class KVHeads:
         self._has_equal_groups = queries_per_shard % keys_per_shard == 0 and bool(
             (self._key_of_query == key_in_equal_groups).all()
         )
+        self.attended_heads = keys_per_shard if self._has_equal_groups else queries_per_shard
 
     @property
     def indices(self) -> Array | None:

@@ -21,6 +21,7 @@ from jax import Array
 from jaxmnt.config.model import Model
 from jaxmnt.errors import ConfigError
 from jaxmnt.models.cache import Cache
+from jaxmnt.models.context_parallel import DividedRows, attend_across_devices
 from jaxmnt.models.huggingface import HuggingFace
 from jaxmnt.models.kernels import Kernel, attend
 from jaxmnt.models.layers import Embedding, Head, RMSNorm
@@ -57,6 +58,8 @@ class LayerContext(NamedTuple):
     """int32 positions, which count from 0 in each document; [1, L] if all rows have the same positions."""
     segments_BL: Array | None
     """int32 numbers, equal for tokens of the same document; None if documents need not be kept apart."""
+    row_segments_BL: Array | None
+    """The segments of whole rows, of which `segments_BL` has this device's part; None unless the mesh divides rows."""
     is_real_BL: Array
     """False for padding."""
     targets_per_token: Array
@@ -69,6 +72,10 @@ class LayerContext(NamedTuple):
     """A random key for each row, for this layer and step; None without dropout and during evaluation."""
     kernel: Kernel
     placement: Placement
+    reduce_dtype: jnp.dtype
+    """The dtype in which devices exchange gradients of weights, and those of the keys and values of divided rows."""
+    attention_calls: list[None]
+    """An entry for each call of `attend`, which is thus known to look at the tokens of other devices."""
     cache: Cache | None = None
     """Keys and values of earlier tokens during generation."""
 
@@ -79,9 +86,14 @@ class LayerContext(NamedTuple):
         return list(jnp.moveaxis(jax.vmap(lambda key: jax.random.split(key, count))(self.row_keys_B), 1, 0))
 
     def attend(self, q_BLHK: Array, k_BLGK: Array, v_BLGK: Array, **options: Any) -> Array:
-        """Returns causal attention within documents; see `kernels.attend`."""
+        """Returns causal attention within documents; see `kernels.attend`. If the mesh divides rows, only this method
+        knows of the tokens that other devices have."""
+        self.attention_calls.append(None)
         if self.cache is not None:
             return self.cache.attend(q_BLHK, k_BLGK, v_BLGK, self.kernel, **options)
+        if self.placement.num_shards("length") > 1:
+            rows = DividedRows(self.placement, self.reduce_dtype, self.row_segments_BL)
+            return attend_across_devices(q_BLHK, k_BLGK, v_BLGK, rows, self.kernel, **options)
         return attend(q_BLHK, k_BLGK, v_BLGK, self.segments_BL, self.kernel, **options)
 
 
@@ -128,6 +140,8 @@ class AttentionShape(NamedTuple):
     head_dim: int
     window: int | None = None
     """Maximum number of tokens that a token sees, including itself; None: itself and all before it."""
+    kv_heads: int | None = None
+    """Number of heads of keys and values; None: as many as `heads`."""
 
 
 class Product(NamedTuple):
@@ -241,7 +255,7 @@ class Family(ABC):
     def attention_shape(self, kind: str) -> AttentionShape:
         """Returns the shape of attention in a layer of this kind."""
         assert self.config.head_dim
-        return AttentionShape(self.config.num_heads, self.config.head_dim)
+        return AttentionShape(self.config.num_heads, self.config.head_dim, kv_heads=self.config.num_kv_heads)
 
     def costs(self, kind: str) -> LayerCosts:
         """Returns the products and attention of a layer of this kind. By default, every parameter except scales and

@@ -21,6 +21,7 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxmnt.models.projections import project_gathered, project_scattered
+from jaxmnt.parallel.chunks import places_in_row
 from jaxmnt.parallel.collectives import index_along, with_backward
 from jaxmnt.parallel.sharding import Placement
 
@@ -158,15 +159,15 @@ def _apply_gate(gate_BLF: Array, up_BLF: Array, activation: Activation) -> Array
 
 
 def dropout(x_BSD: Array, rate: float, keys_B: Array | None, placement: Placement) -> Array:
-    """Applies inverted dropout. It derives a key for each row and position, so the mask does not depend on how rows and
-    positions are divided among devices."""
+    """Applies inverted dropout. It derives a key for each row and place, so the mask does not depend on how rows are
+    divided among devices."""
     if keys_B is None:
         return x_BSD
     piece_length, width = x_BSD.shape[1:]
-    positions_S = index_along("sequence", placement) * piece_length + jnp.arange(piece_length)
+    places_S = places_in_row(piece_length, placement)
 
-    def keep(row: Array, position: Array) -> Array:
-        return jax.random.bernoulli(jax.random.fold_in(row, position), 1 - rate, (width,))
+    def keep(row: Array, place: Array) -> Array:
+        return jax.random.bernoulli(jax.random.fold_in(row, place), 1 - rate, (width,))
 
-    keep_BSD = jax.vmap(jax.vmap(keep, (None, 0)), (0, None))(keys_B, positions_S)
+    keep_BSD = jax.vmap(jax.vmap(keep, (None, 0)), (0, None))(keys_B, places_S)
     return jnp.where(keep_BSD, x_BSD / (1 - rate), 0).astype(x_BSD.dtype)

@@ -4,7 +4,7 @@ launchers may run without it."""
 import math
 from collections.abc import Mapping
 
-from jaxmnt.config.mesh import BATCH_AXES, GATHERING_AXES, STAGE_AXIS, Mesh
+from jaxmnt.config.mesh import BATCH_AXES, GATHERING_AXES, Mesh, axes_that_split
 from jaxmnt.config.schema import Config
 from jaxmnt.errors import ConfigError, counted
 
@@ -62,9 +62,10 @@ def num_microbatches(config: Config, sizes: Mapping[str, int]) -> int:
     return shard_rows // (config.train.microbatch_size or shard_rows)
 
 
-def without_stages(mesh: Mesh, sizes: Mapping[str, int]) -> Mesh:
-    """Returns a mesh of the same devices for inference. The devices along the pipeline axis, which splits layers, move
-    to an axis that splits weights."""
-    gathering = GATHERING_AXES[0]
-    inference_sizes = {**sizes, gathering: sizes[gathering] * sizes[STAGE_AXIS], STAGE_AXIS: 1}
+def mesh_for_generation(mesh: Mesh, sizes: Mapping[str, int]) -> Mesh:
+    """Returns a mesh of the same devices for generation, which needs whole rows and all layers on each device. The
+    devices along the axes that split layers or the length move to an axis that splits weights."""
+    gathering, emptied_axes = GATHERING_AXES[0], axes_that_split("layers", "length")
+    moved_devices = math.prod(sizes[axis] for axis in emptied_axes)
+    inference_sizes = {**sizes, gathering: sizes[gathering] * moved_devices, **dict.fromkeys(emptied_axes, 1)}
     return Mesh(allow_split_hosts=mesh.allow_split_hosts).model_copy(update=inference_sizes)

@@ -250,14 +250,31 @@ def scatter_piece_by_piece(
     return total
 
 
-def _gather(mesh_axes: tuple[str, ...], x_BSD: Array) -> Array:
-    """Gathers an array over its length."""
-    return jax.lax.all_gather(x_BSD, mesh_axes, axis=1, tiled=True)
+def gather_chunks(x: Array, placement: Placement, dimension: int, sum_dtype: jnp.dtype | None = None) -> Array:
+    """Gathers an array along a dimension over the devices that share rows (`parallel.chunks`), so that the split array
+    becomes replicated. Its gradient is summed in `sum_dtype`, by default the array's dtype."""
+    mesh_axes = placement.mesh_axes("length")
+
+    def transpose(gradient: Array) -> Array:
+        addend = gradient.astype(sum_dtype or x.dtype)
+        return sum_and_scatter_chunks(addend, placement, dimension).astype(x.dtype)
+
+    return _with_transpose(functools.partial(_gather, mesh_axes, dimension=dimension), transpose)(x)
 
 
-def _sum_and_scatter(mesh_axes: tuple[str, ...], x_BLD: Array) -> Array:
-    """Sums an array over devices, and scatters the sum over its length."""
-    return jax.lax.psum_scatter(x_BLD, mesh_axes, scatter_dimension=1, tiled=True)
+def sum_and_scatter_chunks(x: Array, placement: Placement, dimension: int) -> Array:
+    """Sums an array over the devices that share rows, and scatters the sum along a dimension. It has no gradient."""
+    return _sum_and_scatter(placement.mesh_axes("length"), x, dimension=dimension)
+
+
+def _gather(mesh_axes: tuple[str, ...], x: Array, dimension: int = 1) -> Array:
+    """Gathers an array along a dimension, by default its length."""
+    return jax.lax.all_gather(x, mesh_axes, axis=dimension, tiled=True)
+
+
+def _sum_and_scatter(mesh_axes: tuple[str, ...], x: Array, dimension: int = 1) -> Array:
+    """Sums an array over devices, and scatters the sum along a dimension, by default its length."""
+    return jax.lax.psum_scatter(x, mesh_axes, scatter_dimension=dimension, tiled=True)
 
 
 def local_shard(x_BLD: Array, placement: Placement, axis: str = "sequence") -> Array:

@@ -169,6 +169,12 @@ class Placement:
         return length // self.num_shards("length") // self.num_shards("sequence")
 
     @property
+    def row_divisor(self) -> int:
+        """The number of which a row's length must be a multiple, so that each device has two chunks of the row."""
+        devices = self.num_shards("length")
+        return 2 * devices if devices > 1 else 1
+
+    @property
     def batch_shards(self) -> int:
         """The number of pieces into which the rows of a batch are split."""
         return self.num_shards("batch")
@@ -278,7 +284,7 @@ def _choose_overlap(config: Config, placement: Placement) -> Overlap:
         return "off"
     if rows > 1:
         return "rows"
-    piece_tokens = rows * config.data.sequence_length // shards
+    piece_tokens = rows * placement.local_length(config.data.sequence_length)
     mlp_width = config.model.intermediate_size or 0
     is_large = piece_tokens >= _MIN_RING_TOKENS and mlp_width >= _MIN_RING_WIDTH * placement.num_shards("mlp")
     return "ring" if is_large and placement.stages == 1 else "off"
@@ -337,9 +343,9 @@ def _check_divisible(config: Config, placement: Placement) -> None:
     """Raises `ConfigError` for the first size that cannot be split evenly over the mesh. Vocabulary and MLP are not
     checked, because they are padded."""
     model = config.model
+    _check_length(config.data.sequence_length, placement)
     for key, size, axis in (
         ("model.num_heads", model.num_heads, "heads"),
-        ("data.sequence_length", config.data.sequence_length, "sequence"),
         ("model.hidden_size", model.hidden_size, "embed"),
     ):
         num_shards = placement.num_shards(axis)
@@ -348,6 +354,21 @@ def _check_divisible(config: Config, placement: Placement) -> None:
             raise ConfigError(f"{key}: {size} is not divisible by {names}; change one of them")
     # Raises if the global batch cannot be split evenly.
     num_microbatches(config, placement.sizes)
+
+
+def _check_length(length: int, placement: Placement) -> None:
+    """Raises `ConfigError` if rows of this length cannot be divided among the devices."""
+    divisor = placement.row_divisor * placement.num_shards("sequence")
+    if length % divisor == 0:
+        return
+    mesh_axes = (*placement.mesh_axes("length"), *placement.mesh_axes("sequence"))
+    factors = " × ".join(
+        ["2"] * (placement.row_divisor > 1) + [f"mesh.{name} {placement.sizes[name]}" for name in mesh_axes]
+    )
+    nearest = [str(size) for size in (length // divisor * divisor, -(-length // divisor) * divisor) if size]
+    raise ConfigError(
+        f"data.sequence_length: {length} is not divisible by {factors}; set {' or '.join(nearest)}, or change the mesh"
+    )
 
 
 def check_replicated_share(abstract: Any, axes: Any, placement: Placement) -> None:

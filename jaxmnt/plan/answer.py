@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from jaxmnt.config.mesh import AVAILABLE_AXES, STAGE_AXIS
+from jaxmnt.config.mesh import MESH_AXES, STAGE_AXIS
 from jaxmnt.plan.candidates import Candidate
 from jaxmnt.plan.goal import RESTART_SECONDS, Faults, Goal, faults_of, time_and_cost
 from jaxmnt.plan.predict import HIGH, LOW
@@ -163,7 +163,7 @@ def _axis_reasons(search: Search, answer: Answer, best: Plan) -> list[str]:
     """Says what tensor and pipeline parallelism save, or what they would cost."""
     lines = []
     fitting = [guess for guess in answer.guesses if search.fits(guess)]
-    for axis, name in ((axis.name, axis.parallelism) for axis in reversed(AVAILABLE_AXES) if axis.parallelism):
+    for axis, name in ((axis.name, axis.parallelism) for axis in reversed(MESH_AXES) if axis.parallelism):
         axis_size = lambda guess, axis=axis: getattr(guess.candidate, axis)
         # If the winner uses the axis, compare it with the best mesh without it.
         if getattr(best.candidate, axis) > 1:

@@ -16,13 +16,16 @@ import numpy as np
 from jaxmnt.config.mesh import REPLICA_AXES, STAGE_AXIS
 from jaxmnt.distributed.gpu_settings import OUR_MEMORY_FRACTION
 from jaxmnt.errors import counted
+from jaxmnt.models.attention import KVHeads
 from jaxmnt.models.experts import expert_group
 from jaxmnt.parallel.sharding import FLOAT32_AXES, RULES, SCALES_AND_BIASES, Axes
 from jaxmnt.plan.chips import Chip
+from jaxmnt.plan.estimate import Step, traits_of
 from jaxmnt.plan.hlo import HOST_COPY, Collective, Program
 from jaxmnt.plan.predict import predict_step
 from jaxmnt.plan.rates import Rates, rates_of
 from jaxmnt.plan.timeline import CollectiveTime, Round, Timeline, replay_program
+from jaxmnt.plan.workload import model_shape, scheme_of
 from jaxmnt.training import engine
 from jaxmnt.training.build import build_spec
 from jaxmnt.training.compile import compile_step, measure_memory
@@ -51,9 +54,8 @@ def minimum_traffic(spec: StepSpec) -> Traffic:
     _add_weight_traffic(spec, traffic)
 
     # Tensor parallelism gathers and scatters activations over the sequence length.
-    activation_bytes = (
-        spec.microbatch_rows * config.data.sequence_length * config.model.hidden_size * spec.dtype.itemsize
-    )
+    device_length = placement.local_length(config.data.sequence_length) * placement.num_shards("sequence")
+    activation_bytes = spec.microbatch_rows * device_length * config.model.hidden_size * spec.dtype.itemsize
     axes_name = "×".join(placement.mesh_axes("sequence"))
     pieces = placement.num_shards("sequence")
     if pieces > 1:
@@ -72,6 +74,7 @@ def minimum_traffic(spec: StepSpec) -> Traffic:
         traffic["reduce-scatter", axes_name] += (passes * scatters + 2 * microbatches) * activation_bytes * sent_share
 
     _add_expert_traffic(spec, traffic, activation_bytes, passes)
+    _add_key_traffic(spec, traffic, passes)
 
     # Pipeline stages pass activations on, and share the embedding and the head.
     if stages > 1:
@@ -113,6 +116,29 @@ def _add_expert_traffic(spec: StepSpec, traffic: Traffic, activation_bytes: floa
     gathered_bytes, scattered_bytes = gathers * device_bytes + 4 * route_bytes, scatters * device_bytes + route_bytes
     traffic["all-gather", axes_name] += passes * depth * (devices - 1) * gathered_bytes
     traffic["reduce-scatter", axes_name] += passes * depth * (devices - 1) * scattered_bytes
+
+
+def _add_key_traffic(spec: StepSpec, traffic: Traffic, passes: int) -> None:
+    """Adds the bytes that are sent for keys and values of divided rows, and their gradients, to `traffic`. Forward and
+    backward gather keys and values. In a layer with a window of at most a chunk, only a window of each chunk is sent,
+    and its gradients are not summed in `train.reduce_dtype`, because only one device has any."""
+    placement, length = spec.placement, spec.config.data.sequence_length
+    devices = placement.num_shards("length")
+    if devices == 1:
+        return
+    axes_name = "×".join(placement.mesh_axes("length"))
+    family, chunk = spec.definition.family, length // placement.row_divisor
+    for group in spec.definition.groups:
+        units = len(spec.slots[group.name][0]) // spec.schedule.chunks
+        for kind in group.pattern:
+            shape = family.attention_shape(kind)
+            heads = KVHeads(shape.heads, shape.kv_heads or shape.heads, placement).attended_heads
+            is_halo = shape.window is not None and shape.window < length and shape.window <= chunk
+            tokens = shape.window if is_halo and shape.window else chunk
+            sent_numbers = (devices - 1) * 2 * tokens * spec.microbatch_rows * 2 * heads * shape.head_dim
+            gradient_bytes = spec.dtype.itemsize if is_halo else spec.reduce_dtype.itemsize
+            traffic["all-gather", axes_name] += passes * units * 2 * sent_numbers * spec.dtype.itemsize
+            traffic["reduce-scatter", axes_name] += passes * units * sent_numbers * gradient_bytes
 
 
 def _add_weight_traffic(spec: StepSpec, traffic: Traffic) -> None:
@@ -162,11 +188,16 @@ def gathered_in_float8(spec: StepSpec) -> set[str]:
 
 def small_traffic_bound(spec: StepSpec) -> float:
     """Returns an upper bound, in bytes per step, on what `minimum_traffic` leaves out. This is scales, biases, the sums
-    of routers' gradients over `model`, and five numbers per token for the loss in every tick of a pipeline."""
+    of routers' gradients over `model`, the segments of divided rows, and five numbers per token for the loss in every
+    tick of a pipeline."""
     small = [leaf for _, leaf, names in parameters_of(spec) if (SCALES_AND_BIASES | {"router"}) & {*names}]
     elements = sum(map(elements_per_device, small))
-    tokens = spec.schedule.ticks * spec.microbatch_rows * spec.config.data.sequence_length
-    return 2 * 4 * elements + 2 * 5 * 4 * tokens + 4096
+    devices_per_row = spec.placement.num_shards("length")
+    row_tokens = spec.schedule.ticks * spec.microbatch_rows * spec.config.data.sequence_length
+    tokens = row_tokens // devices_per_row
+    # Devices that share rows gather the segments of the other parts, forward and backward.
+    segment_bytes = 2 * 4 * (row_tokens - tokens) if spec.config.data.keeps_documents_apart else 0
+    return segment_bytes + 2 * 4 * elements + 2 * 5 * 4 * tokens + 4096
 
 
 def ideal_state_bytes(spec: StepSpec) -> float:
@@ -300,7 +331,7 @@ def make_report(
         },
         "mesh": {axis: size for axis, size in spec.placement.sizes.items() if size > 1},
         "kernels": spec.kernels,
-        "notes": notes(spec),
+        "notes": notes(spec) + ([] if rates is None else _exchange_notes(spec, hosts, rates)),
         "schedule": schedule_facts(spec),
         "parameters": parameter_rows(spec),
         "memory": vars(needed)
@@ -315,6 +346,27 @@ def make_report(
         "besides": [] if rates is None else other_work_rows(timeline),
         "compile_seconds": round(compile_seconds, 1),
     }
+
+
+def _exchange_notes(spec: StepSpec, hosts: Callable[[jax.Device], int], rates: Rates) -> list[str]:
+    """Returns a note if the devices that share rows take longer to exchange keys and values than to compute attention,
+    by estimate, in any of the layers."""
+    if spec.placement.num_shards("length") == 1:
+        return []
+    devices = list(spec.placement.mesh.devices.flat)
+    domain = len(devices) // len(set(map(hosts, devices)))
+    scheme = scheme_of(spec)
+    step = Step(model_shape(spec.definition), scheme, rates, domain, traits_of(scheme))
+    for _, layer in step.model.layers:
+        link = step.keys_link(layer)
+        attention = sum(step.attention_seconds(layer, backward=backward) for backward in (False, True))
+        if link is not None and link.seconds > attention:
+            return [
+                f"mesh.context: in a layer and microbatch, {scheme.context} devices exchange keys and values for "
+                f"{1000 * link.seconds:.3g} ms, longer than the {1000 * attention:.3g} ms of attention; set it lower, "
+                "or keep these devices inside a host"
+            ]
+    return []
 
 
 def parameter_rows(spec: StepSpec) -> list[dict[str, Any]]:

@@ -6,7 +6,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxmnt.config.mesh import AVAILABLE_AXES, BATCH_AXES, GATHERING_AXES, REPLICA_AXES, STAGE_AXIS, Axis
+from jaxmnt.config.mesh import (
+    BATCH_AXES,
+    GATHERING_AXES,
+    MESH_AXES,
+    REPLICA_AXES,
+    STAGE_AXIS,
+    Axis,
+    axes_that_split,
+)
 from jaxmnt.config.schema import Config
 from jaxmnt.plan.chips import Network
 
@@ -32,7 +40,9 @@ class Candidate:
     remat: str
     zero: int
     splits_hosts: bool = False
-    """True if the axes `expert` and `model` span several hosts of a rack whose GPUs are all connected by NVLink."""
+    """True if the axes `context`, `expert` and `model` span several hosts of a rack whose GPUs are all connected by
+    NVLink."""
+    context: int = 1
     expert: int = 1
     precision: str | None = None
     """Precision to set; None to keep that of the config."""
@@ -43,7 +53,7 @@ class Candidate:
 
     @property
     def mesh(self) -> dict[str, int]:
-        return {axis.name: getattr(self, axis.name) for axis in AVAILABLE_AXES}
+        return {axis.name: getattr(self, axis.name) for axis in MESH_AXES}
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -103,7 +113,7 @@ def candidates(
 def _all_meshes(config: Config, gpus: int, network: Network) -> Iterator[dict[str, int]]:
     """Yields meshes as sizes by axis. Axes inside a host come first, and replicas take the remaining GPUs."""
     order = lambda axis: (not axis.inside_host, axis.gathers_weights)
-    split_axes = sorted((axis for axis in AVAILABLE_AXES if axis.name not in REPLICA_AXES), key=order)
+    split_axes = sorted((axis for axis in MESH_AXES if axis.name not in REPLICA_AXES), key=order)
     yield from _extend_mesh(config, network, split_axes, gpus, {})
 
 
@@ -121,7 +131,7 @@ def _extend_mesh(
 
 def _extent_inside_host(sizes: dict[str, int]) -> int:
     """Returns the number of devices in a group along all axes that should stay inside a host."""
-    return math.prod(sizes.get(axis.name, 1) for axis in AVAILABLE_AXES if axis.inside_host)
+    return math.prod(sizes.get(axis.name, 1) for axis in MESH_AXES if axis.inside_host)
 
 
 def _can_split(config: Config, network: Network, axis: Axis, size: int, sizes: dict[str, int]) -> bool:
@@ -134,9 +144,26 @@ def _can_split(config: Config, network: Network, axis: Axis, size: int, sizes: d
         return False
     if axis.gathers_weights and model.hidden_size % size:
         return False
-    if "features" in axis.splits and (model.num_heads % size or config.data.sequence_length % size):
+    if {"length", "features"} & {*axis.splits} and not _can_split_length(config, sizes | {axis.name: size}):
+        return False
+    if "features" in axis.splits and model.num_heads % size:
         return False
     return "layers" not in axis.splits or size <= min(model.num_layers, _MAX_STAGES)
+
+
+_MIN_PART_OF_ROW = 4096
+"""Minimum number of tokens of a row on each of the devices that share it. Shorter rows are not worth dividing."""
+
+
+def _can_split_length(config: Config, sizes: dict[str, int]) -> bool:
+    """Returns True if rows can be divided, and are long enough for it, on a mesh with these sizes."""
+    length = config.data.sequence_length
+    parts, pieces = (
+        math.prod(sizes.get(axis, 1) for axis in axes_that_split(dimension)) for dimension in ("length", "features")
+    )
+    if parts == 1:
+        return length % pieces == 0
+    return length % (2 * parts * pieces) == 0 and length >= parts * _MIN_PART_OF_ROW
 
 
 def _is_mostly_idle(candidate: Candidate) -> bool:

@@ -4,10 +4,10 @@
 The terms use the same rates as the replay of a compiled program (`rates.py`). `benchmarks/published.py` compares the
 estimates with published runs of other frameworks, which a subclass of `Step` models, and fits the rates to these runs.
 
-Symbols in formulas, each per device: t tokens of a microbatch; L tokens of a row; D width of the model; V vocabulary /
-model; N parameters / (model · pipeline); n parameters of a layer / model; F outputs of a product that reads D, or
-inputs of a product that outputs D; c bytes per number; B bytes per second of the memory. In N and n, parameters of
-experts are divided by `expert` as well.
+Symbols in formulas, each per device: t tokens of a microbatch; L tokens of a row, which `context` devices share; D
+width of the model; V vocabulary / model; N parameters / (model · pipeline); n parameters of a layer / model; F outputs
+of a product that reads D, or inputs of a product that outputs D; c bytes per number; B bytes per second of the memory.
+In N and n, parameters of experts are divided by `expert` as well.
 """
 
 import math
@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from jaxmnt.config.mesh import AVAILABLE_AXES
+from jaxmnt.config.mesh import MESH_AXES
 from jaxmnt.models.contract import LayerCosts, Product
 from jaxmnt.models.float8 import is_eligible
 from jaxmnt.plan.chips import chip_of
@@ -71,6 +71,8 @@ class ProgramTraits:
     """Share of communication over `model` that matrix products hide."""
     hides_exchange: float = 0.13
     """Share of the exchange of tokens between experts that work hides."""
+    hides_keys: float = 0.9
+    """Share of the exchange of keys and values over `context` that work hides."""
     exposes_stages: float = 0.98
     """Share of transfers between stages that no work hides."""
 
@@ -166,7 +168,7 @@ def expected_step(spec: StepSpec) -> Estimate | None:
 
 def uses_float8(model: ModelShape, scheme: Scheme) -> bool:
     """Returns True if a step with precision float8 computes at least one product in float8."""
-    tokens = scheme.rows * scheme.length
+    tokens = scheme.tokens
     return any(_is_in_float8(product, scheme, tokens) for _, layer in model.layers for product in layer.products)
 
 
@@ -197,9 +199,9 @@ class Step:
         self.rates = rates
         self.domain = domain
         self.traits = traits
-        self.sizes = {axis.name: getattr(scheme, axis.name) for axis in AVAILABLE_AXES}
+        self.sizes = {axis.name: getattr(scheme, axis.name) for axis in MESH_AXES}
         """Number of devices along each mesh axis. Neighbours along a later axis are closer together."""
-        self.tokens = scheme.rows * scheme.length
+        self.tokens = scheme.tokens
         self.shards = scheme.shards
         """Number of shards of each parameter that does not belong to experts."""
         experts = sum(count * layer.expert_parameters for count, layer in model.layers)
@@ -228,7 +230,7 @@ class Step:
         _add_links(links, {"fsdp": self.step_weights_link(backward), "data": self.gradient_sums_link(backward)}, 1.0)
         _add_links(links, {"pipeline": self.stages_link(), "fsdp": self.ends_link()}, microbatches)
         work = Work(0, 0, 0).plus(forward.plus(backward), microbatches)
-        exposed_in_layers = sum(links[axis].exposed for axis in ("model", "expert") if axis in links)
+        exposed_in_layers = sum(links[axis].exposed for axis in ("context", "model", "expert") if axis in links)
         return Estimate(
             *work,
             head=microbatches * self.head_seconds(),
@@ -353,13 +355,37 @@ class Step:
         if not layer.attention.heads:
             return 0.0
         flops = self.attention_flops(layer) * (5 if backward else 2)
-        return self.rates.attention_seconds(flops, self.scheme.length, backward=backward)
+        seconds = self.rates.attention_seconds(flops, self.attended_length(layer), backward=backward)
+        return seconds + self.merge_seconds(layer, backward=backward)
+
+    def attended_length(self, layer: LayerCosts) -> int:
+        """Returns the number of tokens in the rows, or in the parts of rows, that a call of attention computes."""
+        scheme = self.scheme
+        if scheme.context == 1:
+            return scheme.length
+        return scheme.chunk_tokens + (scheme.halo(layer.attention) or 0)
+
+    def merge_seconds(self, layer: LayerCosts, *, backward: bool) -> float:
+        """Returns the time to merge the results of attention to parts of the keys, if rows are divided: the bytes of
+        context + 1 results for C = L / (2 context) queries each, of which a merge reads and writes a float32 sum and
+        reads an addend. Backward adds the gradients of keys and values of 2 context - 1 chunks as well."""
+        scheme, shape = self.scheme, layer.attention
+        if scheme.context == 1 or scheme.halo(shape) is not None:
+            return 0.0
+        bytes_per_number = 8 + scheme.itemsize
+        queries = scheme.rows * scheme.chunk_tokens * shape.heads * shape.head_dim / scheme.model
+        moved_bytes = scheme.context * queries * bytes_per_number
+        if backward:
+            moved_bytes += scheme.row_keys(shape) * bytes_per_number * (2 * scheme.context - 1) / (2 * scheme.context)
+        return moved_bytes / self.rates.memory
 
     def attention_flops(self, layer: LayerCosts) -> float:
         """Returns the FLOPs of one of attention's products in a layer, for one microbatch."""
-        length, shape = self.scheme.length, layer.attention
+        length, shape, tokens = self.scheme.length, layer.attention, float(self.tokens)
         window = min(shape.window or length, length)
-        pairs = self.tokens * (window - window * window / (2 * length))
+        if halo := self.scheme.halo(shape):  # a chunk is computed together with its halo
+            tokens *= 1 + halo / self.scheme.chunk_tokens
+        pairs = tokens * (window - window * window / (2 * length))
         return 2.0 * pairs * (shape.heads / self.scheme.model) * shape.head_dim
 
     def head_seconds(self) -> float:
@@ -377,7 +403,7 @@ class Step:
 
     def stored_parameters(self) -> float:
         """Returns the number of parameters that a device stores."""
-        return self.parameters / self.shards + self.expert_parameters / self.scheme.fsdp
+        return self.parameters / self.shards + self.expert_parameters / self.scheme.expert_shards
 
     # Communication terms. Each is None if nothing is sent.
 
@@ -391,10 +417,10 @@ class Step:
         return self.rates.ring_seconds(kind, payload, self.devices_per_domain(size, distance))
 
     def weights_seconds(self, kind: str, bytes_per_number: int, experts: float, others: float) -> float:
-        """Returns the time to gather weights or scatter their gradients: those of experts over `fsdp`, and all others
-        over `expert` as well."""
-        seconds = self.ring_seconds(kind, bytes_per_number * others, "fsdp", "expert")
-        return seconds + (self.ring_seconds(kind, bytes_per_number * experts, "fsdp") if experts else 0.0)
+        """Returns the time to gather weights or scatter their gradients: those of experts over `fsdp` and `context`,
+        and all others over `expert` as well."""
+        seconds = self.ring_seconds(kind, bytes_per_number * others, "fsdp", "context", "expert")
+        return seconds + (self.ring_seconds(kind, bytes_per_number * experts, "fsdp", "context") if experts else 0.0)
 
     def devices_per_domain(self, size: int, distance: int) -> list[int]:
         """Returns how many of `size` devices are in each domain if neighbours among them are `distance` devices
@@ -407,6 +433,7 @@ class Step:
         """Returns the communication of one microbatch in a layer."""
         return {
             "fsdp": self.layer_weights_link(layer, forward, backward),
+            "context": self.keys_link(layer),
             "model": self.activations_link(layer),
             "expert": self.exchange_link(layer),
         }
@@ -428,6 +455,21 @@ class Step:
         if layer.expert_parameters and self.exchange_leaves_domain():
             exposed = seconds
         return Link(seconds, max(exposed, (gather + scatter) / self.model.depth, traits.least_exposed * seconds))
+
+    def keys_link(self, layer: LayerCosts) -> Link | None:
+        """Returns the exchange of keys and values over `context`, for one microbatch: two gathers of c bytes for each
+        of their numbers in whole rows, and a scatter of their gradients in 4 bytes. In a layer with a window of at most
+        a chunk, devices exchange only the last tokens of each chunk, the gradients in c bytes."""
+        scheme = self.scheme
+        if scheme.context == 1 or not layer.attention.heads:
+            return None
+        halo = scheme.halo(layer.attention)
+        share = 1.0 if halo is None else min(1.0, halo / scheme.chunk_tokens)
+        gradient_bytes = self.gradient_bytes if halo is None or halo > scheme.chunk_tokens else scheme.itemsize
+        numbers = share * scheme.row_keys(layer.attention)
+        seconds = 2 * self.ring_seconds("all-gather", scheme.itemsize * numbers, "context")
+        seconds += self.ring_seconds("reduce-scatter", gradient_bytes * numbers, "context")
+        return Link(seconds, seconds * (1 - self.traits.hides_keys))
 
     def activations_link(self, layer: LayerCosts) -> Link | None:
         """Returns a layer's gathers and scatters of c t D bytes of activations over `model`, for one microbatch."""

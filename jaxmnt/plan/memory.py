@@ -100,8 +100,8 @@ def state_bytes(spec: StepSpec) -> StateBytes:
 
 
 class ResidualBytes:
-    """Computes the bytes of residuals, which forward saves for backward, per row and device in all layers. The results
-    are cached by remat policy and by the number of devices that share a layer."""
+    """Computes the bytes of residuals, which forward saves for backward, per whole row and device in all layers. The
+    results are cached by remat policy and by the number of devices that share a layer."""
 
     def __init__(self, config: Config, vocab: int, devices_of: Callable[[int], Sequence[jax.Device]]):
         """`devices_of` returns as many devices of the target as it is asked for."""
@@ -168,8 +168,10 @@ def estimate_memory(
     experts, others = _stage_parameters(model, scheme, padding)
     layers = experts + others
     ends = model.end_parameters / devices
-    stored_parameters = experts / scheme.fsdp + (others + ends) / scheme.shards + model.other_parameters / stages
-    residuals = row_residuals * scheme.rows * scheme.slots * depth / model.depth
+    stored_parameters = (
+        experts / scheme.expert_shards + (others + ends) / scheme.shards + model.other_parameters / stages
+    )
+    residuals = row_residuals * scheme.whole_rows * scheme.slots * depth / model.depth
 
     has_all_gradients = scheme.shards > 1 and scheme.zero == 1
     gradients = state.gradients * (layers + ends if has_all_gradients else stored_parameters)
@@ -181,7 +183,7 @@ def estimate_memory(
         gradients_in_loss = 0.0
 
     # One layer at a time is recomputed, while its backward runs.
-    per_layer = lambda row_bytes: row_bytes * scheme.rows / model.depth
+    per_layer = lambda row_bytes: row_bytes * scheme.whole_rows / model.depth
     recomputed = per_layer(row_residuals_without_remat - row_residuals)
     in_backward = _memory_in_backward(model, scheme, per_layer(row_residuals), multiples) + recomputed
     in_loss = _memory_in_loss(model, scheme, multiples, loss_chunk)
@@ -223,7 +225,7 @@ def _memory_in_backward(model: ModelShape, scheme: Scheme, residuals: float, mul
     layer = _largest_layer(model)
     dense_products = [product for product in layer.products if product.experts == 1]
     widest = max(max(product.inputs, product.outputs) * product.share for product in dense_products)
-    stream = scheme.itemsize * scheme.rows * scheme.length
+    stream = scheme.itemsize * scheme.tokens
     arrays = {
         "weights": _layer_weight_bytes(model, scheme),
         "wide": stream * widest / scheme.model,
@@ -231,7 +233,16 @@ def _memory_in_backward(model: ModelShape, scheme: Scheme, residuals: float, mul
         "kept": residuals,
     }
     total = sum(multiples[name] * bytes_ for name, bytes_ in arrays.items())
-    return total + _expert_bytes(model, scheme, layer)
+    return total + max(_expert_bytes(model, scheme, layer), _context_bytes(scheme, layer))
+
+
+def _context_bytes(scheme: Scheme, layer: LayerCosts) -> float:
+    """Returns the bytes of the arrays in the backward pass of attention in divided rows: keys and values of whole rows,
+    their gradients in float32, and a float32 gradient of the queries."""
+    if scheme.context == 1:
+        return 0.0
+    queries = scheme.tokens * layer.attention.heads * layer.attention.head_dim / scheme.model
+    return scheme.row_keys(layer.attention) * (scheme.itemsize + 4) + 4 * queries
 
 
 def _expert_bytes(model: ModelShape, scheme: Scheme, layer: LayerCosts) -> float:
@@ -245,7 +256,7 @@ def _expert_bytes(model: ModelShape, scheme: Scheme, layer: LayerCosts) -> float
         return 0.0
     product = layer.expert_products[0]
     per_row = 3 * model.hidden + 6 * product.expert_size
-    group_bytes = scheme.rows * scheme.length * scheme.expert * model.hidden * (2 * scheme.itemsize + 4)
+    group_bytes = scheme.tokens * scheme.expert * model.hidden * (2 * scheme.itemsize + 4)
     return group_bytes + scheme.itemsize * scheme.round_rows(product) * per_row + 4 * scheme.layer_parameters(layer)[0]
 
 
@@ -255,7 +266,7 @@ def _memory_in_loss(model: ModelShape, scheme: Scheme, multiples: Multiples, chu
     It is head · 4 V D + logits · 4 t V / chunks + head_narrow · c t D + head_weights · c n. V is a device's part of the
     vocabulary, and `_memory_in_backward` explains the other symbols. `chunk` is the size of a chunk of logits in bytes.
     """
-    tokens = scheme.rows * scheme.length
+    tokens = scheme.tokens
     logits = 4 * tokens * model.vocab / (scheme.model * scheme.pipeline)
     chunks = math.ceil(logits / chunk)
     head = multiples["head" if chunks > 1 else "head_at_once"] * (multiples["head_tied"] if model.tied else 1)

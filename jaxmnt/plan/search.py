@@ -149,7 +149,7 @@ class Search:
             **_schedule_fields(candidate.pipeline, candidate.microbatches, candidate.chunks) | candidate.mesh,
             remat=candidate.remat, dtype=self.dtype(candidate.precision),
             float8_least=self.config.train.float8_least, overlap=_guess_overlap(candidate),
-            residual_bytes=row_residuals * candidate.rows / candidate.pipeline,
+            residual_bytes=row_residuals * candidate.rows / (candidate.context * candidate.pipeline),
             expert_round=self.config.model.expert_round or EXPERT_ROUND,
         )  # fmt: skip
         if scheme.dtype == "float8" and not uses_float8(self.shape, scheme):
@@ -281,6 +281,6 @@ def describe(candidate: Candidate) -> str:
     mesh = " × ".join(f"{axis} {size}" for axis, size in candidate.mesh.items() if size > 1) or "one device"
     rows = f"{candidate.rows} row{'s' * (candidate.rows > 1)}"
     stages = f", {candidate.chunks} chunks a stage" if candidate.chunks > 1 else ""
-    zero = f", ZeRO {candidate.zero}" if candidate.fsdp * candidate.expert > 1 else ""
+    zero = f", ZeRO {candidate.zero}" if candidate.fsdp * candidate.context * candidate.expert > 1 else ""
     precision = "" if candidate.precision is None else f", {candidate.precision}"
     return f"{mesh}, {rows}{stages}, remat {candidate.remat}{zero}{precision}"

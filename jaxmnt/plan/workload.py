@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
-from jaxmnt.config.mesh import AVAILABLE_AXES
-from jaxmnt.models.contract import Definition, LayerCosts, Product
+from jaxmnt.config.mesh import MESH_AXES
+from jaxmnt.models.contract import AttentionShape, Definition, LayerCosts, Product
 from jaxmnt.models.experts import EXPERT_ROUND
 from jaxmnt.parallel.sharding import Overlap
 from jaxmnt.training.memory_suggestions import residual_bytes
@@ -68,12 +68,13 @@ class Scheme:
     data: int = 1
     pipeline: int = 1
     fsdp: int = 1
+    context: int = 1
     model: int = 1
     expert: int = 1
     expert_round: float = EXPERT_ROUND
     """Rows of a round of experts, relative to an even load (`model.expert_round`)."""
     zero: int = 3
-    """ZeRO stage over `fsdp` and, for all but experts, `expert`."""
+    """ZeRO stage over `fsdp`, `context` and, for all but experts, `expert`."""
     chunks: int = 1
     """Chunks of the model per stage."""
     idle: float = 0.0
@@ -96,20 +97,54 @@ class Scheme:
     """Bytes per device that a microbatch's forward saves for its backward."""
 
     @property
+    def tokens(self) -> int:
+        """Number of tokens of a microbatch on a device."""
+        return self.rows * self.length // self.context
+
+    @property
+    def whole_rows(self) -> float:
+        """Number of whole rows that have as many tokens as a microbatch on a device."""
+        return self.rows / self.context
+
+    @property
     def shards(self) -> int:
         """Number of shards of a parameter that does not belong to experts."""
-        return self.fsdp * self.expert
+        return self.fsdp * self.context * self.expert
+
+    @property
+    def expert_shards(self) -> int:
+        """Number of shards of an expert's parameter, in addition to the division of the experts."""
+        return self.fsdp * self.context
 
     def layer_parameters(self, layer: LayerCosts) -> tuple[float, float]:
         """Returns a device's parameters of a layer, before sharding: those of experts, and the others."""
         others = layer.parameters - layer.expert_parameters
         return layer.expert_parameters / (self.model * self.expert), others / self.model
 
+    @property
+    def chunk_tokens(self) -> int:
+        """Number of tokens in each of a device's two chunks of a row, if rows are divided."""
+        return self.length // (2 * self.context)
+
+    def halo(self, attention: AttentionShape) -> int | None:
+        """Returns the number of tokens before each chunk that are computed with it, because the layer has a window and
+        rows are divided; None if these do not apply (`models.context_parallel`)."""
+        if self.context == 1 or attention.window is None or attention.window >= self.length:
+            return None
+        chunk = self.chunk_tokens
+        return attention.window if attention.window <= chunk else -(-attention.window // chunk) * chunk
+
+    def row_keys(self, attention: AttentionShape) -> float:
+        """Returns the number of numbers in the keys and values of a device's heads, in all tokens of a microbatch's
+        rows."""
+        heads = max(1.0, (attention.kv_heads or attention.heads) / self.model)
+        return 2 * self.rows * self.length * heads * attention.head_dim
+
     def round_rows(self, product: Product) -> float:
         """Returns the number of rows that a device multiplies by the weights of its experts in a round."""
         devices = self.expert * self.model
         slack = min(self.expert_round, devices) if devices > 1 else 1.0
-        group_tokens = self.rows * self.length * self.expert
+        group_tokens = self.tokens * self.expert
         return slack * product.share * product.experts * group_tokens / devices
 
     @property
@@ -121,7 +156,7 @@ class Scheme:
 def scheme_of(spec: StepSpec) -> Scheme:
     """Returns the scheme of a step on its mesh, with the residuals of a microbatch."""
     config, sizes, schedule = spec.config, spec.placement.sizes, spec.schedule
-    fields = schedule_of(schedule) | {axis.name: sizes[axis.name] for axis in AVAILABLE_AXES}
+    fields = schedule_of(schedule) | {axis.name: sizes[axis.name] for axis in MESH_AXES}
     return Scheme(
         length=config.data.sequence_length,
         rows=spec.microbatch_rows,

@@ -181,7 +181,7 @@ def _estimate_stages(spec: StepSpec, chip: Chip) -> tuple[Stage, ...]:
     model = model_shape(spec.definition)
     scheme = replace(scheme_of(spec), prefetch=spec.config.mesh.prefetch is not False)
     depth = -(-model.depth // (scheme.pipeline * scheme.chunks))
-    per_row = lambda residuals: residuals * model.depth / (depth * scheme.slots * scheme.rows)
+    per_row = lambda residuals: residuals * model.depth / (depth * scheme.slots * scheme.whole_rows)
     row_residuals = per_row(residual_bytes(spec))
     row_residuals_without_remat = per_row(_residuals_without_remat(spec))
     state = state_bytes(spec)

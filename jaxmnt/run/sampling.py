@@ -15,7 +15,7 @@ from jaxmnt.data.sources import Sources
 from jaxmnt.data.text_pieces import decode_after
 from jaxmnt.data.vocabulary import Vocabulary, stop_ids
 from jaxmnt.errors import ConfigError, shortened
-from jaxmnt.parallel.axes import without_stages
+from jaxmnt.parallel.axes import mesh_for_generation
 from jaxmnt.parallel.layout import map_with_axes
 from jaxmnt.parallel.sharding import SCALES_AND_BIASES
 from jaxmnt.training.build import inference_spec
@@ -35,8 +35,9 @@ class _Prompt(NamedTuple):
 class Sampler:
     """Continues the prompts of the config, on all devices of the run.
 
-    Inference uses no pipeline. Its mesh divides the parameters over the pipeline's stages as additional fsdp ways, so
-    the devices hold a second copy of the parameters for a while, in the compute dtype.
+    Generation uses neither a pipeline nor context parallelism. Its mesh divides the parameters over the devices of
+    these axes as over additional devices of fsdp, so the devices hold a second copy of the parameters for a while, in
+    the compute dtype.
     """
 
     def __init__(self, program: Program, data: Sources):
@@ -66,7 +67,7 @@ class Sampler:
     def _inference_model(self) -> tuple[Callable[[Any], Any], Generator]:
         """Returns a function that casts the model and moves it to the inference mesh, and a generator on that mesh."""
         program, mesh = self._program, self._config.mesh
-        inference_mesh = without_stages(mesh, program.spec.placement.sizes)
+        inference_mesh = mesh_for_generation(mesh, program.spec.placement.sizes)
         devices = list(program.spec.placement.mesh.devices.flat)
         spec = inference_spec(self._config, self._data.vocab_size, inference_mesh, devices)
         abstract = model_state(canonical_abstract(spec, abstract_state(spec)))

@@ -38,7 +38,7 @@ def inference_spec(
     config: Config, data_vocab_size: int, mesh: Mesh | None = None, devices: Sequence[jax.Device] | None = None
 ) -> StepSpec:
     """Returns the spec for calling a trained model, by default on one device. The mesh has no pipeline, and each device
-    has whole rows.
+    has all tokens of its part of a row between layers, too.
 
     Raises `ConfigError` for sizes that do not fit the mesh.
     """
@@ -48,7 +48,7 @@ def inference_spec(
     sizes = resolve_sizes(mesh, len(devices))
     # The smallest batch size and length that the mesh can split. Callers pass arrays of other shapes.
     rows = math.prod(sizes[axis] for axis in BATCH_AXES)
-    length = math.prod(sizes[axis] for axis in RULES["sequence"])
+    length = 2 * math.prod(sizes[axis] for axis in (*RULES["length"], *RULES["sequence"]))
     settings = {
         "data.global_batch_size": rows,
         "data.sequence_length": length,

@@ -1,6 +1,7 @@
 """Inference with a trained model on a mesh: logits of whole rows, scores of texts, and generation token by token.
 
-The mesh has no pipeline. Each device along `model` has whole rows, and its share of the heads and of the MLP.
+The mesh has no pipeline. Each device along `model` has the same tokens, and its share of the heads and of the MLP.
+Generation needs whole rows. For logits and scores, the mesh may divide rows along `context`.
 
 Shapes: B rows, L length, Q new tokens, T tokens of a chunk, D model, V vocabulary.
 """
@@ -15,8 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from jaxmnt.errors import ConfigError
 from jaxmnt.models.cache import Cache
 from jaxmnt.models.contract import LayerGroup, Params
+from jaxmnt.parallel.chunks import device_order, places_in_row, row_order
 from jaxmnt.parallel.collectives import max_over
 from jaxmnt.parallel.layout import map_with_axes
 from jaxmnt.training.embed_head import EmbedAndHead
@@ -43,8 +46,25 @@ def row_logits(spec: StepSpec, params: Params, buffers: Params, tokens_BL: Array
 
     axes = (spec.definition.axes, spec.definition.buffer_axes)
     weights = map_with_axes(spec.layout.to_device_layout, (params, buffers), axes)
+    order = _ColumnOrder(spec, tokens_BL.shape[1])
+    tokens_BL = order.of_devices(tokens_BL)
     logits_BLV = _on_mesh(spec, logits, [("batch", "length")], ("batch", "length", "vocab"), *weights, tokens_BL)
-    return logits_BLV[..., : spec.data_vocab_size]
+    return order.of_rows(logits_BLV)[..., : spec.data_vocab_size]
+
+
+class _ColumnOrder:
+    """Puts the columns of rows in the order in which devices hold them (`parallel.chunks`), and back."""
+
+    def __init__(self, spec: StepSpec, length: int):
+        self._devices, self._length = spec.placement.num_shards("length"), length
+
+    def of_devices(self, x_BL: Array) -> Array:
+        """Returns rows for the devices."""
+        return x_BL if self._devices == 1 else x_BL[:, device_order(self._length, self._devices)]
+
+    def of_rows(self, x_BL: Array) -> Array:
+        """Returns rows from the devices in their own order."""
+        return x_BL if self._devices == 1 else x_BL[:, row_order(self._length, self._devices)]
 
 
 class Scores(NamedTuple):
@@ -79,8 +99,9 @@ def row_scores(spec: StepSpec, params: Params, buffers: Params, tokens_BL: Array
         # The last chunk may end with padding.
         return Scores(*(field.reshape(-1)[: targets_BL.size].reshape(targets_BL.shape) for field in chunk_scores))
 
-    row_axes = ("batch", "length")
-    return Scores(*_on_mesh(spec, scores, [row_axes, row_axes], row_axes, params, buffers, tokens_BL, targets_BL))
+    row_axes, order = ("batch", "length"), _ColumnOrder(spec, tokens_BL.shape[1])
+    rows = map(order.of_devices, (tokens_BL, targets_BL))
+    return Scores(*map(order.of_rows, _on_mesh(spec, scores, [row_axes, row_axes], row_axes, params, buffers, *rows)))
 
 
 @dataclass(frozen=True)
@@ -130,6 +151,8 @@ class Generator:
         2, …). While the caller handles the yielded tokens, the device computes the tokens that follow.
         """
         assert prompts and all(len(prompt) for prompt in prompts)
+        if self._spec.placement.num_shards("length") > 1:
+            raise ConfigError("mesh.context: generation needs whole rows; set mesh.context=1, and mesh.fsdp instead")
         spec, count, batch_shards = self._spec, len(prompts), self._spec.placement.batch_shards
         # Pad to a multiple of the batch shards. Padding rows are prompts of one token, and their output is dropped.
         rows_per_shard = -(-count // batch_shards)
@@ -190,7 +213,7 @@ def _next_token(
         positions_BQ = starts_B[:, None] + jnp.arange(tokens_BQ.shape[1], dtype=jnp.int32)
         is_real_BQ = jnp.arange(tokens_BQ.shape[1]) < counts_B[:, None]
         rotary, targets_per_token = spec.definition.family.rotary(positions_BQ), jnp.ones((), jnp.float32)
-        layer_rows = Rows(positions_BQ, None, rotary, None, is_real_BQ, targets_per_token)
+        layer_rows = Rows(positions_BQ, None, None, rotary, None, is_real_BQ, targets_per_token)
         x_BQD = EmbedAndHead(spec, weights).embed(_document_rows(tokens_BQ, positions_BQ))
         for group in spec.definition.groups:
             layers = _layers(spec, group, weights, buffers)
@@ -260,7 +283,7 @@ def _document_rows(tokens_BL: Array, positions_BL: Array) -> Batch:
 
 def _last_layer_output(spec: StepSpec, params: Params, buffers: Params, tokens_BL: Array) -> Array:
     """Returns the output of the last layer, for rows that each have one document."""
-    positions_BL = jnp.broadcast_to(jnp.arange(tokens_BL.shape[1], dtype=jnp.int32), tokens_BL.shape)
+    positions_BL = jnp.broadcast_to(places_in_row(tokens_BL.shape[1], spec.placement), tokens_BL.shape)
     rows = _document_rows(tokens_BL, positions_BL)
     weights, zero = Weights(spec, params), jnp.int32(0)
     whole_model = Pass(zero, zero, microbatch_rows(spec, rows), always_run)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
-from jaxmnt.config.mesh import TOKEN_AXES
+from jaxmnt.config.mesh import TOKEN_AXES, axes_that_split
 from jaxmnt.models.contract import Params
 from jaxmnt.parallel.sharding import GATHERED, Axes, named_leaves
 from jaxmnt.training.spec import StepSpec
@@ -67,6 +67,14 @@ def squared_norm(spec: StepSpec, batches: SmallBatches, gradients: Params) -> Ar
 
 
 def _sample_axes(spec: StepSpec, names: Axes) -> frozenset[str] | None:
+    """Returns the mesh axes along which devices have gradients of different rows until all microbatches are done, or
+    None if devices hold gradients of parts of rows, or partial sums of the gradient. The parts of a row are not
+    independent samples."""
+    axes = _unsummed_axes(spec, names)
+    return None if axes is None or axes & {*axes_that_split("length")} else axes
+
+
+def _unsummed_axes(spec: StepSpec, names: Axes) -> frozenset[str] | None:
     """Returns the mesh axes along which devices have gradients of different tokens until all microbatches are done, or
     None if devices also hold partial sums of the gradient."""
     placement = spec.placement

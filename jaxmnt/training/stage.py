@@ -17,6 +17,7 @@ from jaxmnt.models.contract import LayerContext, LayerGroup, LayerOutput, Params
 from jaxmnt.models.float8 import RecordedProduct, float8_products, record_products
 from jaxmnt.models.rotary import Angles
 from jaxmnt.parallel import collectives
+from jaxmnt.parallel.chunks import whole_rows
 from jaxmnt.parallel.sharding import without_stack_axis
 from jaxmnt.training.remat import Backward, Residuals, read_slot, rematerialise, write_slot
 from jaxmnt.training.spec import Batch, StepSpec
@@ -39,6 +40,7 @@ class Rows(NamedTuple):
 
     positions: Array  # [B, L], or [1, L]
     segments: Array | None  # [B, L]
+    row_segments: Array | None  # [B, L] of whole rows, if the mesh divides rows
     rotary: dict[str, Angles]
     row_keys: Array | None  # [B]
     is_real: Array  # [B, L]
@@ -54,10 +56,11 @@ def microbatch_rows(
     # Unless documents are kept apart, all rows have the same positions, so one row of positions is enough.
     positions = rows["positions"] if keeps_documents_apart else rows["positions"][:1]
     segments = rows["segments"] if keeps_documents_apart else None
+    row_segments = None if segments is None else whole_rows(segments, spec.placement)
     rotary = spec.definition.family.rotary(positions)
     if targets_per_token is None:
         targets_per_token = jnp.ones((), jnp.float32)
-    return Rows(positions, segments, rotary, row_keys_B, rows["segments"] > 0, targets_per_token)
+    return Rows(positions, segments, row_segments, rotary, row_keys_B, rows["segments"] > 0, targets_per_token)
 
 
 class Pass(NamedTuple):
@@ -337,11 +340,17 @@ class Layers:
             keys = jax.vmap(lambda key: jax.random.fold_in(key, layer_index))(keys)
         layer = spec.definition.layer(self._group, pattern_index, weights, buffers)
         context = LayerContext(
-            rows.positions, rows.segments, rows.is_real, rows.targets_per_token, rows.rotary, keys, spec.kernel,
-            spec.placement, cache,
+            rows.positions, rows.segments, rows.row_segments, rows.is_real, rows.targets_per_token, rows.rotary, keys,
+            spec.kernel, spec.placement, spec.reduce_dtype, [], cache,
         )  # fmt: skip
         with float8_products(spec.float8):
-            return _check_output(layer(x_BSD, context), x_BSD)
+            output = _check_output(layer(x_BSD, context), x_BSD)
+        if spec.placement.num_shards("length") > 1 and not context.attention_calls:
+            raise ConfigError(
+                "mesh.context: the model's layers have their own attention, which would not see the tokens of other "
+                "devices; set mesh.context=1, or call LayerContext.attend in each layer"
+            )
+        return output
 
     def _arguments(
         self, unit: Array, pattern_index: int, rows: Rows, weights: Params
