@@ -7,6 +7,7 @@ import subprocess
 import venv
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +18,11 @@ from safetensors.numpy import load_file
 
 from jaxmnt import convert
 from jaxmnt.config.load import parse_config
+from jaxmnt.config.mesh import Mesh
 from jaxmnt.data.feed import to_devices
 from jaxmnt.distributed.identity import Identity
+from jaxmnt.errors import ConfigError
+from jaxmnt.huggingface.compatibility import check_compatible, different_settings, folder_origin
 from jaxmnt.huggingface.config import read_config
 from jaxmnt.huggingface.folder import Folder
 from jaxmnt.huggingface.load import load_parameters
@@ -137,6 +141,44 @@ def test_logits_are_those_of_the_reference(name):
     params = loaded(name, spec)
     logits = jax.jit(functools.partial(row_logits, spec))(params, initial_buffers(spec), texts(name)[0][None, :-1])
     near(np.asarray(logits)[0], expected(name)["logits"], 2e-5, name)
+
+
+LONG = {
+    "llama-b": {
+        "rope_theta": 500000.0,
+        "rope_scaling": {"type": "llama3", "factor": 8.0, "original_max_positions": 640},
+    },
+    "qwen3-b": {
+        "rope_theta": 2e6,
+        "rope_scaling": {"type": "yarn", "factor": 8.0, "original_max_positions": 640},
+    },
+}
+"""Settings of `LONG` in tests/reference/make.py."""
+
+
+@pytest.mark.parametrize("length", [600, 4096])
+@pytest.mark.parametrize("name", mostly_slow({1}, LONG))
+def test_rows_become_longer_with_other_rotary_positions(name, length):
+    """A run that begins with the model lists what it changes. Rows of 4,096 tokens are divided among devices."""
+    wanted = load_file(REFERENCE / name / "long.safetensors")
+    released = chosen(name).model
+    model = parse_config({"model": released.model_dump() | LONG[name]}).model
+    origin, tokenizer = (
+        folder_origin(Folder(REFERENCE / name, "hf"), "run.init_from"),
+        SimpleNamespace(text=None, chat=None),
+    )
+    changes = sorted({key.partition(".")[0] for key in different_settings(released, model)})
+    with pytest.raises(ConfigError, match=r"init_from_changes=\[rope_scaling, rope_theta\]"):
+        check_compatible(origin, model, tokenizer)
+    check_compatible(origin, model, tokenizer, changes)
+
+    config = chosen(name).model_copy(update={"model": model})
+    devices = 1 if length == 600 else 4
+    mesh = Mesh(data=1, context=devices)
+    spec = inference_spec(config, model.vocab_size, mesh, jax.devices()[:devices])
+    tokens = wanted["tokens"][None, :length]
+    logits = jax.jit(functools.partial(row_logits, spec))(loaded(name, spec), {}, tokens)
+    near(np.asarray(logits)[0, wanted[f"places_{length}"]], wanted[f"logits_{length}"], 2e-5, name)
 
 
 # All models compute on the mesh, and the smaller model of each family on one device as well.
@@ -267,7 +309,9 @@ def test_the_reference_makes_the_same_numbers_again(tmp_path):
     for name in ("about.json", "presets.json"):
         assert (tmp_path / "made" / name).read_text() == (REFERENCE / name).read_text()
     for name in NAMES:
-        for file in ("expected.safetensors", "model.safetensors"):
+        for file in ("expected.safetensors", "model.safetensors", "long.safetensors"):
+            if not (REFERENCE / name / file).exists():
+                continue
             found, wanted = load_file(tmp_path / "made" / name / file), load_file(REFERENCE / name / file)
             assert found.keys() == wanted.keys()
             for key, array in wanted.items():

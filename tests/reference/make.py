@@ -10,6 +10,12 @@ losses          float32, the sum of -log p over each document
 gradient.NAME   float32, of the mean of -log p over all documents
 generated       int32 [3, 64], the likeliest continuations of 5, 17 and 40 tokens of the second document after `starts`
 
+Some folders also have long.safetensors, of the same weights with other rotary positions (`LONG`):
+
+tokens          int32 [4096], one document
+logits_600      float32 [64, vocabulary], at `places_600` of its first 600 tokens
+logits_4096     float32 [64, vocabulary], at `places_4096` of all
+
 presets.json (tests/reference/presets.py) has the config.json of each preset; its parameters are counted here.
 
 Weights are far from those of an initialisation: what is wrong with positions, windows or biases has to show.
@@ -142,6 +148,13 @@ MODELS = {
     }),
 }  # fmt: skip
 
+LONG = {
+    "llama-b": {**LLAMA3, "original_max_position_embeddings": 640},
+    "qwen3-b": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 640, "rope_theta": 2e6},
+}
+"""Rotary positions for rows of 4,096 tokens, of models whose rows had at most 640."""
+LONG_LENGTHS, LONG_PLACES = (600, 4096), 64
+
 
 def shaken(model, one_more, seed):
     """Weights of which each matters: `one_more` says that norms multiply by 1 + w."""
@@ -215,6 +228,23 @@ def make(name, folder, seed):
     save_file(expected, folder / name / "expected.safetensors")
 
 
+def make_long(name, folder, seed):
+    config = transformers.AutoConfig.from_pretrained(folder / name)
+    config.rope_parameters, config.max_position_embeddings = dict(LONG[name]), max(LONG_LENGTHS)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder / name, config=config, dtype=torch.float32, attn_implementation="eager"
+    )
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, SIZES["vocab_size"], (max(LONG_LENGTHS),), generator=generator)
+    expected = {"tokens": tokens.to(torch.int32)}
+    for length in LONG_LENGTHS:
+        places = torch.linspace(0, length - 1, LONG_PLACES).long()
+        with torch.no_grad():
+            logits = model(tokens[None, :length]).logits[0, places].float()
+        expected |= {f"places_{length}": places.to(torch.int32), f"logits_{length}": logits.contiguous()}
+    save_file(expected, folder / name / "long.safetensors")
+
+
 def released(kind, name, array):
     """The tensors of a parameter, as released files have them: those of each expert apart."""
     layer, is_expert, parameter = name.partition("mlp.experts.")
@@ -261,6 +291,8 @@ def main():
     for seed, name in enumerate(MODELS):
         (folder / name).mkdir(parents=True, exist_ok=True)
         make(name, folder, seed)
+        if name in LONG:
+            make_long(name, folder, seed)
         print(name)
     presets = json.loads((HERE / "presets.json").read_text()) if (HERE / "presets.json").exists() else {}
     counted = {name: {**one, "parameters": count(one["config"])} for name, one in presets.items()}
