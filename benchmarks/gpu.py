@@ -351,6 +351,14 @@ def part_experts(bench: Bench) -> Result:
     }  # fmt: skip
 
 
+def part_context(bench: Bench) -> Result:
+    """Attention of each device that shares a row, one after the other, beside attention in whole rows."""
+    import divided_rows
+
+    cases = divided_rows.TINY if bench.rehearse else divided_rows.ON_GPU
+    return {"cases": [divided_rows.measure(case, 3) for case in cases]}
+
+
 PARTS: dict[str, tuple[Callable[[Bench], Result], int]] = {
     "versions": (part_versions, 60),
     "tests": (part_tests, 420),
@@ -358,6 +366,7 @@ PARTS: dict[str, tuple[Callable[[Bench], Result], int]] = {
     "float8": (part_float8, 240),
     "packed": (part_packed, 240),
     "experts": (part_experts, 300),
+    "context": (part_context, 120),
     "determinism": (part_determinism, 400),
     "convergence": (part_convergence, 400),
     "long": (part_long, 240),

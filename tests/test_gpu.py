@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import command, events, losses, metrics
+from conftest import ROOT, command, events, losses, metrics
 
 pytestmark = pytest.mark.gpu
 
@@ -83,6 +83,18 @@ for segments in (most, most // 20):
             assert np.isfinite(low).all()
             assert np.linalg.norm(low - exact) <= 1e-2 * np.linalg.norm(exact), (window, low.shape)
 """
+
+
+def test_divided_rows_are_whole_rows_by_cudnn():
+    """Each of four devices' parts, with and without documents, as near to float32 as whole rows are."""
+    environment = os.environ | {"JAX_PLATFORMS": "cuda", "CUDA_VISIBLE_DEVICES": "0"}
+    script = ROOT / "benchmarks" / "divided_rows.py"
+    run = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    for case in map(json.loads, run.stdout.splitlines()):
+        assert case["kernel"] == "cudnn"
+        for part, error in case["errors_divided"].items():
+            assert error <= 2 * case["errors_whole"][part] + 1e-3, case
 
 
 def test_documents_are_kept_apart_by_cudnn():
