@@ -36,32 +36,35 @@ class Case:
     heads: int
     kv_heads: int
     width: int
+    rows: int
     document: int | None
     """Mean number of tokens in a document; None: each row is one document."""
 
 
-ON_CPU = (Case(8192, 4, 4, 2, 64, None), Case(8192, 4, 4, 2, 64, 2000))
-ON_GPU = (Case(32768, 4, 32, 8, 128, None), Case(32768, 4, 32, 8, 128, 6000))
-TINY = (Case(256, 2, 4, 2, 16, None), Case(256, 2, 4, 2, 16, 60))
+ON_CPU = (Case(8192, 4, 4, 2, 64, 2, None), Case(8192, 4, 4, 2, 64, 2, 2000))
+ON_GPU = (Case(32768, 4, 32, 8, 128, 2, None), Case(32768, 4, 32, 8, 128, 2, 6000))
+TINY = (Case(256, 2, 4, 2, 16, 2, None), Case(256, 2, 4, 2, 16, 2, 60))
 
 Inputs = tuple[Array, Array, Array, Array]
-"""Queries, keys, values, and the gradient of the output, of one row."""
+"""Queries, keys, values, and the gradient of the output."""
 
 
 def make_inputs(case: Case, dtype: Any) -> tuple[Inputs, Array | None]:
-    """Returns the inputs, and the segments of the row if documents are kept apart."""
+    """Returns the inputs, and the segments of the rows if documents are kept apart."""
     keys = jax.random.split(jax.random.key(0), 4)
     heads = (case.heads, case.kv_heads, case.kv_heads, case.heads)
     inputs = tuple(
-        jax.random.normal(key, (1, case.length, count, case.width), dtype)
+        jax.random.normal(key, (case.rows, case.length, count, case.width), dtype)
         for key, count in zip(keys, heads, strict=True)
     )
     if case.document is None:
         return inputs, None
     rng = np.random.default_rng(0)
-    ends = np.cumsum(1 + rng.geometric(1 / case.document, case.length))
-    segments = np.searchsorted(ends, np.arange(case.length), side="right") + 1
-    return inputs, jnp.asarray(segments[None], jnp.int32)
+    places, segments = np.arange(case.length), []
+    for _ in range(case.rows):
+        ends = np.cumsum(1 + rng.geometric(1 / case.document, case.length))
+        segments.append(np.searchsorted(ends, places, side="right") + 1)
+    return inputs, jnp.asarray(np.stack(segments), jnp.int32)
 
 
 def in_whole_rows(kernel: Any, inputs: Inputs, segments: Array | None) -> list[Array]:
@@ -75,8 +78,8 @@ def of_device(kernel: Any, case: Case, rank: Array, inputs: Inputs, segments: Ar
     """Returns a device's output, the gradient of its queries, and its part of the gradients of all keys and values, as
     [2, B, …]. The inputs are those of all devices, in the order of the devices."""
     chunk = case.length // (2 * case.devices)
-    by_half = lambda x: jnp.moveaxis(x.reshape(1, case.devices, 2, chunk, *x.shape[2:]), 2, 0).reshape(
-        2, 1, -1, *x.shape[2:]
+    by_half = lambda x: jnp.moveaxis(x.reshape(case.rows, case.devices, 2, chunk, *x.shape[2:]), 2, 0).reshape(
+        2, case.rows, -1, *x.shape[2:]
     )
     q, k, v, gradient = map(by_half, inputs)
     own = lambda x: jax.lax.dynamic_slice_in_dim(x, rank * chunk, chunk, axis=2)
@@ -100,13 +103,13 @@ def in_divided_rows(kernel: Any, case: Case, inputs: Inputs, segments: Array | N
     ordered = tuple(x[:, columns] for x in inputs)
     run = jax.lax.map(lambda rank: of_device(kernel, case, rank, ordered, segments), jnp.arange(case.devices))
     output, q_gradient, k_gradient, v_gradient = run
-    by_device = lambda x: jnp.moveaxis(x, 2, 0).reshape(1, case.length, *x.shape[4:])[:, places]
+    by_device = lambda x: jnp.moveaxis(x, 2, 0).reshape(case.rows, case.length, *x.shape[4:])[:, places]
 
     def of_keys(x: Array) -> Array:
         summed = x.sum(0)  # [2, B, L / 2, …]
         chunk = case.length // (2 * case.devices)
-        by_rank = jnp.moveaxis(summed.reshape(2, 1, case.devices, chunk, *summed.shape[3:]), 0, 2)
-        return by_rank.reshape(1, case.length, *summed.shape[3:])[:, places]
+        by_rank = jnp.moveaxis(summed.reshape(2, case.rows, case.devices, chunk, *summed.shape[3:]), 0, 2)
+        return by_rank.reshape(case.rows, case.length, *summed.shape[3:])[:, places]
 
     return [by_device(output), by_device(q_gradient), of_keys(k_gradient), of_keys(v_gradient)]
 

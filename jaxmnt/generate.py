@@ -98,7 +98,7 @@ def main(arguments: list[str]) -> int:
 
     with working("starting") as work:
         selected = find_model(options.run, options.tokenizer)
-        loaded = load_for_lines(selected, _requests(options, selected), options.overrides, work)
+        loaded = load_for_lines(selected, _requests(options, selected), options.overrides, work, generates=True)
         if loaded is None:
             return ExitCode.FINISHED
         model, requests = loaded

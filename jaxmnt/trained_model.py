@@ -70,14 +70,17 @@ class SelectedModel:
         """Number of tokens in the longest text that the model was trained on."""
         return self.config.data.sequence_length
 
-    def load(self, overrides: Sequence[str]) -> TrainedModel:
-        """Loads the model onto this process's devices, with the mesh of `overrides`."""
+    def load(self, overrides: Sequence[str], *, generates: bool = False) -> TrainedModel:
+        """Loads the model onto this process's devices, with the mesh of `overrides`. Raises `ConfigError` if it
+        `generates` texts on a mesh that divides rows."""
         import jax
 
-        from jaxmnt.training.inference import Generator
+        from jaxmnt.training.inference import Generator, check_generation
 
         devices = jax.local_devices()
         mesh = _mesh(self.config, overrides, len(devices))
+        if generates:
+            check_generation(mesh.context)
         spec, state = restore_model(self.checkpoint, self.config, self.vocabulary.size, mesh, devices)
         generator = Generator(spec)
         weights = generator.place(state.pop("params"), state.pop("buffers", {}))
@@ -175,7 +178,7 @@ class RefusedLine(NamedTuple):
 
 
 def load_for_lines(
-    selected: SelectedModel, lines: Iterator[T], overrides: Sequence[str], work: "Work"
+    selected: SelectedModel, lines: Iterator[T], overrides: Sequence[str], work: "Work", *, generates: bool = False
 ) -> "tuple[TrainedModel, Iterator[T]] | None":
     """Loads the model once there is a first line, because the model is not needed without one.
 
@@ -186,7 +189,7 @@ def load_for_lines(
     if first is None:
         return None
     work.does("reading the checkpoint")
-    model = selected.load(overrides)
+    model = selected.load(overrides, generates=generates)
     work.does("")
     return model, itertools.chain([first], lines)
 

@@ -1,7 +1,7 @@
 """cuDNN's attention as it is documented, computed on a CPU.
 
-Documents are spans of tokens in one line. For each, cuDNN is given its lengths, and its offsets in numbers, and it
-returns statistics by document. Tokens that belong to no document of a call are not written: they are NaN here.
+It is given lengths of rows, or documents, which are spans of tokens in one line, by their lengths and their offsets in
+numbers. It returns statistics by document. Tokens that a call does not use are not written: they are NaN here.
 """
 
 import jax
@@ -23,20 +23,25 @@ def install(monkeypatch):
 
     shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
 
-    def forward_outputs(q, k, v, spans):
-        documents = len(q) if spans is None else len(spans.query_lengths_C)
+    def forward_outputs(q, k, v, used):
+        documents = len(used.lengths_C) if isinstance(used, cudnn.DocumentSpans) else len(q)
         return shape(q), jax.ShapeDtypeStruct((documents, q.shape[2], q.shape[1]), jnp.float32)
 
     monkeypatch.setattr(cudnn, "cudnn_forward", called(forward, forward_outputs))
     monkeypatch.setattr(cudnn, "cudnn_backward", called(backward, lambda q, k, v, *_: tuple(map(shape, (q, k, v)))))
 
 
-def forward(options, q, k, v, spans):
-    spans = spans or rows_as_documents(q, k)
-    a, statistics = np.full(q.shape, np.nan, q.dtype), np.full((len(spans[0]), q.shape[2], q.shape[1]), np.nan, "f")
-    for number, own, other in documents(q, k, spans):
+def forward(options, q, k, v, used):
+    number_of_documents = sum(1 for _ in documents(q, k, used))
+    a, statistics = (
+        np.full(q.shape, np.nan, q.dtype),
+        np.full((number_of_documents, q.shape[2], q.shape[1]), np.nan, "f"),
+    )
+    for number, own, other in documents(q, k, used):
         s = scores(options, line(q)[own], line(k)[other])
         size = own.stop - own.start
+        if not size:
+            continue
         statistics[number, :, :size] = np.logaddexp.reduce(s, -1)
         p = np.exp(s - statistics[number, :, :size, None])
         values = np.repeat(line(v)[other], q.shape[2] // v.shape[2], 1)
@@ -44,14 +49,15 @@ def forward(options, q, k, v, spans):
     return a, statistics
 
 
-def backward(options, q, k, v, statistics, gradient, a, spans):
+def backward(options, q, k, v, statistics, gradient, a, used):
     assert not np.isnan(statistics).any()
-    spans = spans or rows_as_documents(q, k)
     gradients = tuple(np.full(array.shape, np.nan, array.dtype) for array in (q, k, v))
     shared = q.shape[2] // k.shape[2]
     grouped = lambda x: x.reshape(len(x), -1, shared, x.shape[-1]).sum(2)
-    for number, own, other in documents(q, k, spans):
+    for number, own, other in documents(q, k, used):
         size = own.stop - own.start
+        if not size:
+            continue
         keys, values = (np.repeat(line(array)[other], shared, 1) for array in (k, v))
         p = np.exp(scores(options, line(q)[own], line(k)[other]) - statistics[number, :, :size, None])
         g = line(gradient)[own]
@@ -63,34 +69,28 @@ def backward(options, q, k, v, statistics, gradient, a, spans):
     return gradients
 
 
-def rows_as_documents(q, k):
-    """Returns the spans of a call in which each row is a document."""
-    lengths = lambda x: np.full(len(x), x.shape[1])
-    first = lambda x: np.arange(len(x) + 1) * x.shape[1]
-    return cudnn.DocumentSpans(lengths(q), first(q), lengths(k), first(k))
+def documents(q, k, used):
+    """Yields the number of each document, and the slices of its queries and keys in the lines of all rows."""
+    query_lengths, key_lengths, query_offsets, key_offsets = map(np.array, cudnn._length_operands(q, k, used))
+    rows = [np.arange(len(x)) * x.shape[1] for x in (q, k)]
+    if used is None:
+        lengths, first = [np.full(len(x), x.shape[1]) for x in (q, k)], rows
+    elif query_offsets.ndim < 2 or query_offsets.shape[1] == 2:  # JAX does not pass on the offsets of one document
+        assert query_lengths.shape == key_lengths.shape == (len(q),) and min(*query_lengths, *key_lengths) > 0
+        lengths, first = (query_lengths, key_lengths), rows
+    else:
+        assert query_offsets.shape == key_offsets.shape == (len(q), query_lengths.shape[1] + 1)
+        lengths = [sizes.reshape(-1) for sizes in (query_lengths, key_lengths)]
+        first = [tokens_of(offsets, x) for offsets, x in ((query_offsets, q), (key_offsets, k))]
+    for number in range(len(lengths[0])):
+        yield number, *(slice(at[number], at[number] + size[number]) for at, size in zip(first, lengths, strict=True))
 
 
-def documents(q, k, spans):
-    """Yields the number of each document that is not empty, and the slices of its queries and keys."""
-    *lengths, q_offsets, kv_offsets = map(np.array, cudnn._document_operands(q, k, cudnn.DocumentSpans(*spans)))
-    assert q_offsets.shape == kv_offsets.shape == (len(q), lengths[0].shape[1] + 1)
-    for number, sizes in enumerate(zip(*(sizes.reshape(-1).tolist() for sizes in lengths), strict=True)):
-        if all(sizes):
-            yield (
-                number,
-                *(
-                    tokens(offsets.reshape(-1)[number], size, x)
-                    for offsets, size, x in zip((q_offsets, kv_offsets), sizes, (q, k), strict=True)
-                ),
-            )
-
-
-def tokens(offset, size, like):
-    """Returns the slice of `size` tokens of an array like this one that begins at an offset in numbers."""
+def tokens_of(offsets, like):
+    """Returns offsets in tokens, from offsets in numbers of an array like this one."""
     numbers = like.shape[2] * like.shape[3]
-    assert offset % numbers == 0
-    first = int(offset) // numbers
-    return slice(first, first + size)
+    assert (offsets % numbers == 0).all()
+    return offsets.reshape(-1) // numbers
 
 
 def scores(options, q, k):

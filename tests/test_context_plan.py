@@ -29,6 +29,8 @@ MESHES = [
     "mesh.data=2 mesh.fsdp=16 mesh.model=1 data.sequence_length=32768 data.global_batch_size=64 "
     "data.document_mask=true",
     "mesh.context=8 mesh.model=1 model.family=mistral model.preset=llama3-8b model.sliding_window=4096",
+    "mesh.context=8 mesh.model=1 model.family=mistral model.preset=llama3-8b model.sliding_window=4096 "
+    "model.num_layers=8 train.remat=none",
 ]
 
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from conftest import command, events, launch, losses, metrics
 
+from jaxmnt.api import load_run
 from jaxmnt.checkpoint.arrays import Reader
 from jaxmnt.checkpoint.commit import newest_valid
 from jaxmnt.train import train
@@ -81,6 +82,9 @@ def test_a_run_moves_over_meshes_with_and_without_divided_rows(tiny_file, tmp_pa
         assert result.returncode == 0, result.stderr
         scores.append([json.loads(line)["log_likelihood"] for line in result.stdout.splitlines()])
     np.testing.assert_allclose(*scores, rtol=1e-5)
+    tokens = np.arange(22).reshape(2, 11)  # a length that does not divide
+    logits = [load_run(run, mesh=mesh)(tokens) for mesh in ({}, {"context": 4})]
+    np.testing.assert_allclose(*logits, atol=1e-5)
     refused = command(
         "jaxmnt.generate", "--run", str(run), "--prompt", "ab", "mesh.data=1", "mesh.context=2", devices=2
     )

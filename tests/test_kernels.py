@@ -145,7 +145,7 @@ def test_no_array_of_packed_rows_grows_with_the_square_of_the_length():
     assert not [shape for shape in shapes if sum(size >= length for size in shape) > 1]
 
 
-def test_kernel_choice():
+def test_kernel_choice(monkeypatch):
     bf16, f32 = jnp.dtype("bfloat16"), jnp.dtype("float32")
     choose = lambda platform, dtype, width, capability, wanted="auto", **more: choose_kernel(
         wanted, platform, dtype, width, capability, **more
@@ -161,6 +161,12 @@ def test_kernel_choice():
     assert choose("gpu", bf16, 64, 8.0, packed=True) == "blockwise"
     assert choose("gpu", bf16, 256, 9.0, packed=True) == "blockwise"
     assert choose("gpu", bf16, 64, 9.0, soft_cap=True) == "blockwise"
+    assert choose("gpu", bf16, 256, 9.0, divided=True) == "cudnn"
+    monkeypatch.setattr("jaxmnt.models.kernels.has_packed_form", lambda: False)
+    assert choose("gpu", bf16, 64, 9.0, divided=True) == "blockwise"
+    with pytest.raises(ConfigError, match=r"cudnn cannot divide rows \(mesh.context\) with JAX"):
+        choose("gpu", bf16, 64, 9.0, "cudnn", divided=True)
+    monkeypatch.undo()
     with pytest.raises(ConfigError, match="cudnn has no soft cap"):
         choose("gpu", bf16, 64, 9.0, "cudnn", soft_cap=True)
     with pytest.raises(

@@ -64,8 +64,8 @@ class Mesh(Section):
     pipeline: int = key(1, "Number of pipeline stages, each of which holds a part of the layers.")
     fsdp: int = key(1, "Number of shards of parameters, gradients and optimizer state.")
     context: int = key(
-        1, "Number of devices that share each row. It also shards parameters as fsdp does. data.sequence_length must "
-        "be a multiple of 2 × context × model.",
+        1, "Number of devices that share each row. It also shards parameters as fsdp does. If it is above 1, "
+        "data.sequence_length must be a multiple of 2 × context × model.",
     )  # fmt: skip
     expert: int = key(
         1, "Number of parts of the experts. It also splits rows, and shards other parameters as fsdp does."
@@ -76,9 +76,9 @@ class Mesh(Section):
         "sequence between attention and MLP.",
     )
     zero: Literal["auto", 1, 2, 3] = key(
-        "auto", "ZeRO stage of fsdp. 3: gather parameters layer by layer; 2: gather them once per step, and scatter "
-        "gradients once per microbatch; 1: do both once per step; auto: the fastest stage that fits according to the "
-        "devices' data sheets, or 3 for devices without one.",
+        "auto", "ZeRO stage of fsdp, context and expert. 3: gather parameters layer by layer; 2: gather them once per "
+        "step, and scatter gradients once per microbatch; 1: do both once per step; auto: the fastest stage that fits "
+        "according to the devices' data sheets, or 3 for devices without one.",
     )  # fmt: skip
     prefetch: bool | None = key(
         None, "Gather a layer's weights, and reduce its gradients, while another layer computes. Default: true on GPUs "

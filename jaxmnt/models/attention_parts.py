@@ -8,12 +8,13 @@ Shapes: B batch, L queries, J keys, H query heads, G key/value heads, K head wid
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
 from jaxmnt.models import blockwise, cudnn
 from jaxmnt.models.blockwise import Inputs, ScoreOptions
-from jaxmnt.models.cudnn import DocumentSpans
+from jaxmnt.models.cudnn import RowLengths
 
 _UNSEEN = -1e30
 """The statistic of a query that sees no key of a part. It is finite, so that the difference of two is a number."""
@@ -110,15 +111,17 @@ def _attend_with_cudnn(options: ScoreOptions, inputs: PartInputs) -> Part:
     assert sinks_H is None and options.soft_cap is None
     if segments_BL is not None:
         return Part(*cudnn.attend_packed_with_statistics(options, q_BLHK, k_BJGK, v_BJGK, segments_BL))
-    spans = None if shared is None else _spans(shared, q_BLHK, k_BJGK)
-    a_BLHK, statistics_BHL = cudnn.cudnn_forward(options, q_BLHK, k_BJGK, v_BJGK, spans)
-    log_sum_BLH = statistics_BHL.swapaxes(1, 2)
     if shared is None:
-        return Part(a_BLHK, log_sum_BLH)
-    in_document_BL = jnp.arange(q_BLHK.shape[1]) < shared.queries_B[:, None]
+        a_BLHK, statistics_BHL = cudnn.cudnn_forward(options, q_BLHK, k_BJGK, v_BJGK, None)
+        return Part(a_BLHK, statistics_BHL.swapaxes(1, 2))
+    ends = _EndOfRows(shared, q_BLHK, k_BJGK)
+    a_BLHK, statistics_BHL = cudnn.cudnn_forward(
+        options, q_BLHK, ends.to_front(k_BJGK), ends.to_front(v_BJGK), ends.lengths
+    )
+    in_document_BL = ends.has_queries_BL
     return Part(
         jnp.where(in_document_BL[..., None, None], a_BLHK, 0),
-        jnp.where(in_document_BL[..., None], log_sum_BLH, _UNSEEN),
+        jnp.where(in_document_BL[..., None], statistics_BHL.swapaxes(1, 2), _UNSEEN),
     )
 
 
@@ -126,41 +129,56 @@ def _differentiate_with_cudnn(
     options: ScoreOptions, inputs: PartInputs, total: Part, gradient_BLHK: Array
 ) -> PartGradients:
     q_BLHK, k_BJGK, v_BJGK, segments_BL, shared, _ = inputs
+    a_BLHK, log_sum_BLH = total
     if segments_BL is not None:
         return PartGradients(
             *cudnn.differentiate_packed(
-                options, q_BLHK, k_BJGK, v_BJGK, segments_BL, total.a_BLHK, total.log_sum_BLH, gradient_BLHK
+                options, q_BLHK, k_BJGK, v_BJGK, segments_BL, a_BLHK, log_sum_BLH, gradient_BLHK
             )
         )
-    log_sum_BLH, spans = total.log_sum_BLH, None
-    if shared is not None:
-        spans = _spans(shared, q_BLHK, k_BJGK)
-        in_document_BL = jnp.arange(q_BLHK.shape[1]) < shared.queries_B[:, None]
-        log_sum_BLH = jnp.where(in_document_BL[..., None], log_sum_BLH, cudnn.MASKED_STATISTIC)
-    gradients = cudnn.cudnn_backward(
-        options, q_BLHK, k_BJGK, v_BJGK, log_sum_BLH.swapaxes(1, 2), gradient_BLHK, total.a_BLHK, spans
-    )
     if shared is None:
-        return PartGradients(*gradients)
-    # cuDNN leaves all tokens outside of the document uninitialised.
-    key_in_document_BJ = jnp.arange(k_BJGK.shape[1]) >= shared.first_key_B[:, None]
-    is_written = (in_document_BL, key_in_document_BJ, key_in_document_BJ)
+        statistics_BHL = log_sum_BLH.swapaxes(1, 2)
+        return PartGradients(
+            *cudnn.cudnn_backward(options, q_BLHK, k_BJGK, v_BJGK, statistics_BHL, gradient_BLHK, a_BLHK, None)
+        )
+    ends = _EndOfRows(shared, q_BLHK, k_BJGK)
+    # Queries outside of the document must have exponentials of 0.
+    in_document_BL = ends.has_queries_BL
+    statistics_BLH = jnp.where(in_document_BL[..., None], log_sum_BLH, cudnn.MASKED_STATISTIC)
+    q_gradient_BLHK, k_gradient_BJGK, v_gradient_BJGK = cudnn.cudnn_backward(
+        options, q_BLHK, ends.to_front(k_BJGK), ends.to_front(v_BJGK), statistics_BLH.swapaxes(1, 2), gradient_BLHK,
+        a_BLHK, ends.lengths,
+    )  # fmt: skip
     return PartGradients(
-        *(jnp.where(mask[..., None, None], array, 0) for mask, array in zip(is_written, gradients, strict=True))
+        jnp.where(in_document_BL[..., None, None], q_gradient_BLHK, 0),
+        ends.back_from_front(k_gradient_BJGK),
+        ends.back_from_front(v_gradient_BJGK),
     )
 
 
-def _spans(shared: SharedDocument, q_BLHK: Array, k_BJGK: Array) -> DocumentSpans:
-    """Returns the shared document of each row as spans of tokens."""
+class _EndOfRows:
+    """The shared document of each row, as cuDNN takes it: its queries are the first of the row, and its keys, which are
+    the last, are moved to the front. Without a causal mask, the order of keys does not matter.
 
-    def first_tokens(first_B: Array | int, like: Array) -> Array:
-        batch, length = like.shape[:2]
-        first_B = jnp.arange(batch, dtype=jnp.int32) * length + first_B
-        return jnp.append(first_B, jnp.int32(batch * length))
+    cuDNN could also be given the offset of the keys. But JAX does not pass on the offsets of a single document.
+    """
 
-    return DocumentSpans(
-        shared.queries_B,
-        first_tokens(0, q_BLHK),
-        k_BJGK.shape[1] - shared.first_key_B,
-        first_tokens(shared.first_key_B, k_BJGK),
-    )
+    def __init__(self, shared: SharedDocument, q_BLHK: Array, k_BJGK: Array):
+        self._first_key_B, self._num_keys = shared.first_key_B, k_BJGK.shape[1]
+        keys_B = self._num_keys - shared.first_key_B
+        # No row may be empty. Where there is no document, the results for one query and one key are not used.
+        self.lengths = RowLengths(jnp.maximum(shared.queries_B, 1), jnp.maximum(keys_B, 1))
+        self.has_queries_BL = jnp.arange(q_BLHK.shape[1]) < shared.queries_B[:, None]
+
+    def to_front(self, x_BJGK: Array) -> Array:
+        """Returns keys or values with those of the document first."""
+        return self._rolled(x_BJGK, -self._first_key_B)
+
+    def back_from_front(self, x_BJGK: Array) -> Array:
+        """Returns gradients of keys or values in the order of the row. They are zero outside of the document, where
+        cuDNN leaves them uninitialised."""
+        in_document_BJ = jnp.arange(self._num_keys) >= self._first_key_B[:, None]
+        return jnp.where(in_document_BJ[..., None, None], self._rolled(x_BJGK, self._first_key_B), 0)
+
+    def _rolled(self, x_BJGK: Array, shift_B: Array) -> Array:
+        return jax.vmap(lambda x_JGK, shift: jnp.roll(x_JGK, shift, axis=0))(x_BJGK, shift_B)

@@ -46,7 +46,7 @@ from jaxmnt.parallel.collectives import gather_chunks, index_along, sum_and_scat
 from jaxmnt.parallel.sharding import Placement
 
 EARLY, LATE = 0, 1
-"""Indices of a device's two chunks."""
+"""Indices of a device's two chunks, and of the halves of the row in which they lie."""
 
 
 class DividedRows(NamedTuple):
@@ -95,7 +95,7 @@ class _Settings(NamedTuple):
     """The static part of attention across devices."""
 
     kernel: Kernel
-    causal: ScoreOptions
+    causal_options: ScoreOptions
     """Options of the part in which each chunk attends to itself."""
     placement: Placement
     reduce_dtype: jnp.dtype
@@ -240,14 +240,14 @@ class Chunks(NamedTuple):
         return PartInputs(step.queries(self.q_2BCHK), k_BJGK, v_BJGK, shared=step.shared)
 
 
-def attend_by_parts(kernel: Kernel, causal: ScoreOptions, row: RowPart, chunks: Chunks) -> Part:
+def attend_by_parts(kernel: Kernel, causal_options: ScoreOptions, row: RowPart, chunks: Chunks) -> Part:
     """Returns the attention of a device's queries to all keys, by chunk, with the output in float32."""
-    diagonal = attend_to_part(kernel, causal, chunks.own_inputs(row))
+    diagonal = attend_to_part(kernel, causal_options, chunks.own_inputs(row))
     total_2 = Part(*map(_as_chunks, diagonal))
     total_2 = total_2._replace(a_BLHK=total_2.a_BLHK.astype(jnp.float32))
 
     def add(total_2: Part, step: _Step) -> Part:
-        new = attend_to_part(kernel, _earlier(causal), chunks.step_inputs(step))
+        new = attend_to_part(kernel, _earlier(causal_options), chunks.step_inputs(step))
         merged = Part(*map(step.queries, total_2)).merged_with(new)
         put = lambda old, x: jax.lax.dynamic_update_index_in_dim(old, x, step.chunk, axis=0)
         return Part(*map(put, total_2, merged))
@@ -270,18 +270,20 @@ class ChunkGradients(NamedTuple):
 
 
 def differentiate_by_parts(
-    kernel: Kernel, causal: ScoreOptions, row: RowPart, chunks: Chunks, total_2: Part, gradient_2BCHK: Array
+    kernel: Kernel, causal_options: ScoreOptions, row: RowPart, chunks: Chunks, total_2: Part, gradient_2BCHK: Array
 ) -> ChunkGradients:
     """Returns the gradients. `total_2` is the result of attention by chunk, with the output in the compute dtype."""
     diagonal_total = Part(*map(_as_rows, total_2))
-    diagonal = differentiate_part(kernel, causal, chunks.own_inputs(row), diagonal_total, _as_rows(gradient_2BCHK))
+    diagonal = differentiate_part(
+        kernel, causal_options, chunks.own_inputs(row), diagonal_total, _as_rows(gradient_2BCHK)
+    )
     zeros_2BLGK = jnp.zeros(chunks.gathered_k_2BLGK.shape, jnp.float32)
 
     def add(sums: tuple[Array, Array, Array], step: _Step) -> tuple[Array, Array, Array]:
         q_2BCHK, k_2BLGK, v_2BLGK = sums
         step_total = Part(*map(step.queries, total_2))
         step_gradient = step.queries(gradient_2BCHK)
-        new = differentiate_part(kernel, _earlier(causal), chunks.step_inputs(step), step_total, step_gradient)
+        new = differentiate_part(kernel, _earlier(causal_options), chunks.step_inputs(step), step_total, step_gradient)
         q_sum_BCHK = step.queries(q_2BCHK) + new.q_BLHK.astype(jnp.float32)
         return (
             jax.lax.dynamic_update_index_in_dim(q_2BCHK, q_sum_BCHK, step.chunk, axis=0),
@@ -301,9 +303,9 @@ def _fold_steps(row: RowPart, add: Callable[[Any, _Step], Any], initial: Any) ->
     return jax.lax.scan(add_chunk, result, 1 + jnp.arange(row.steps))[0]
 
 
-def _earlier(causal: ScoreOptions) -> ScoreOptions:
+def _earlier(causal_options: ScoreOptions) -> ScoreOptions:
     """Returns the options of the parts in which all keys precede all queries."""
-    return causal._replace(causal=False)
+    return causal_options._replace(causal=False)
 
 
 def _row_and_chunks(
@@ -325,7 +327,7 @@ def _backward(
     *inputs, total = saved
     row, chunks = _row_and_chunks(settings, *inputs)
     total_2, gradient_2BCHK = Part(*map(_by_chunk, total)), _by_chunk(gradient_BSHK)
-    gradients = differentiate_by_parts(settings.kernel, settings.causal, row, chunks, total_2, gradient_2BCHK)
+    gradients = differentiate_by_parts(settings.kernel, settings.causal_options, row, chunks, total_2, gradient_2BCHK)
 
     def total_of_keys(gradient_2BLGK: Array, own_NCGK: Array) -> Array:
         others_2BCGK = sum_and_scatter_chunks(gradient_2BLGK.astype(settings.reduce_dtype), settings.placement, 2)
@@ -347,7 +349,7 @@ def _attend(
 ) -> tuple[Array, tuple[Any, ...]]:
     """Returns attention without a window. The output and the statistics have the checkpoint name `attention`."""
     row, chunks = _row_and_chunks(settings, q_BSHK, k_BSGK, v_BSGK, segments_BL, sinks_H)
-    a_BSHK, log_sum_BSH = map(_by_row, attend_by_parts(settings.kernel, settings.causal, row, chunks))
+    a_BSHK, log_sum_BSH = map(_by_row, attend_by_parts(settings.kernel, settings.causal_options, row, chunks))
     # The names are for arrays that the backward pass uses as they are.
     total = Part(*(checkpoint_name(array, ATTENTION) for array in (a_BSHK.astype(q_BSHK.dtype), log_sum_BSH)))
     return total.a_BLHK, (q_BSHK, k_BSGK, v_BSGK, segments_BL, sinks_H, total)
@@ -392,20 +394,20 @@ class _Halo:
         self._numbers = RowPart(rows.devices, rank, chunk_length, None).chunk_numbers()
         chunks = -(-window // chunk_length)
         self._is_within_chunk = chunks == 1
-        self._length = window if self._is_within_chunk else chunks * chunk_length
+        self._halo_length = window if self._is_within_chunk else chunks * chunk_length
         # The numbers of halo tokens that do not exist, because the row begins later.
-        self._missing = [jnp.maximum(self._length - number * chunk_length, 0) for number in self._numbers]
+        self._missing = [jnp.maximum(self._halo_length - number * chunk_length, 0) for number in self._numbers]
 
     def shape(self, x_BC: Array) -> tuple[int, ...]:
         """Returns the shape of the halo of an array [B, C, …]."""
-        return (x_BC.shape[0], self._length, *x_BC.shape[2:])
+        return (x_BC.shape[0], self._halo_length, *x_BC.shape[2:])
 
     def of(self, x_2BC: Array) -> list[Array]:
         """Returns the halos of both chunks. They are arbitrary before the start of the row."""
         if not self._is_within_chunk:
             chunks_2BL = gather_chunks(x_2BC, self._rows.placement, 2, self._rows.reduce_dtype)
             return self._from_whole_rows(self._in_order(chunks_2BL))
-        tails_2BT = gather_chunks(x_2BC[:, :, -self._length :], self._rows.placement, 2)
+        tails_2BT = gather_chunks(x_2BC[:, :, -self._halo_length :], self._rows.placement, 2)
         return [self._tail(tails_2BT, number - 1) for number in self._numbers]
 
     def segments(self) -> Array | None:
@@ -426,7 +428,7 @@ class _Halo:
 
     def after(self, x_2BR: Array) -> Array:
         """Returns the entries of the chunks, without those of the halos."""
-        first = [self._length - missing for missing in self._missing]
+        first = [self._halo_length - missing for missing in self._missing]
         slices = [
             jax.lax.dynamic_slice_in_dim(x_BR, start, self._chunk_length, axis=1)
             for x_BR, start in zip(x_2BR, first, strict=True)
@@ -439,12 +441,14 @@ class _Halo:
         is_late = number >= devices
         rank = jnp.where(is_late, 2 * devices - 1 - number, jnp.maximum(number, 0))
         half = jax.lax.dynamic_index_in_dim(tails_2BT, jnp.where(is_late, LATE, EARLY), keepdims=False)
-        return jax.lax.dynamic_slice_in_dim(half, rank * self._length, self._length, axis=1)
+        return jax.lax.dynamic_slice_in_dim(half, rank * self._halo_length, self._halo_length, axis=1)
 
     def _from_whole_rows(self, x_BL: Array) -> list[Array]:
         """Returns the halos of both chunks from whole rows."""
-        padded_BL = jnp.pad(x_BL, ((0, 0), (self._length, 0), *[(0, 0)] * (x_BL.ndim - 2)))
-        halo = lambda number: jax.lax.dynamic_slice_in_dim(padded_BL, number * self._chunk_length, self._length, axis=1)
+        padded_BL = jnp.pad(x_BL, ((0, 0), (self._halo_length, 0), *[(0, 0)] * (x_BL.ndim - 2)))
+        halo = lambda number: jax.lax.dynamic_slice_in_dim(
+            padded_BL, number * self._chunk_length, self._halo_length, axis=1
+        )
         return list(map(halo, self._numbers))
 
     def _in_order(self, x_2BL: Array) -> Array:

@@ -75,7 +75,8 @@ class LayerContext(NamedTuple):
     reduce_dtype: jnp.dtype
     """The dtype in which devices exchange gradients of weights, and those of the keys and values of divided rows."""
     attention_calls: list[None]
-    """An entry for each call of `attend`, which is thus known to look at the tokens of other devices."""
+    """A list to which each call of `attend` adds an entry. The step refuses layers without a call if the mesh divides
+    rows."""
     cache: Cache | None = None
     """Keys and values of earlier tokens during generation."""
 

@@ -8,8 +8,8 @@ by the number of query heads. With fewer key heads, cuDNN would then read keys o
 A call takes a fixed number of documents. Rows with more documents need several calls, each of which fills in the tokens
 of its documents. Softmax statistics are stored by token, not in cuDNN's form [documents, H, L].
 
-Rows that are divided among devices need the statistics of whole rows, too (`models.attention_parts`). JAX's public
-function does not return them, so that form also calls the primitives.
+Rows that are divided among devices need attention to parts of the keys, with statistics (`models.attention_parts`).
+JAX's public function does not return these, so this module calls the primitives for it, too.
 
 Shapes: B batch, L length, H query heads, G key/value heads, K head width, T = B · L tokens, C documents in a call.
 """
@@ -112,19 +112,28 @@ class _CallDocuments(NamedTuple):
 
     @property
     def spans(self) -> "DocumentSpans":
-        """The documents, of which queries and keys have the same tokens."""
-        return DocumentSpans(self.lengths_C, self.first_C1, self.lengths_C, self.first_C1)
+        """The documents as cuDNN is given them."""
+        return DocumentSpans(self.lengths_C, self.first_C1)
 
 
 class DocumentSpans(NamedTuple):
-    """The documents of a call. Each has a span of the queries' tokens and a span of the keys' tokens, in all rows."""
+    """The documents of a call, each of which has consecutive tokens of all rows."""
 
-    query_lengths_C: Array
-    """int32: the number of queries in each document."""
-    first_queries_C1: Array
-    """int32: the index of each document's first query, and the end of the last document."""
-    key_lengths_C: Array
-    first_keys_C1: Array
+    lengths_C: Array
+    """int32: the number of tokens in each document."""
+    first_C1: Array
+    """int32: the index of each document's first token, and the end of the last document."""
+
+
+class RowLengths(NamedTuple):
+    """The numbers of queries and of keys at the start of each row that cuDNN uses; each is at least 1."""
+
+    queries_B: Array
+    keys_B: Array
+
+
+Used = DocumentSpans | RowLengths | None
+"""The tokens that a call uses. None: all, and each row is a document."""
 
 
 def _documents_of_call(documents: _Documents, call_index: Array, per_call: int) -> _CallDocuments:
@@ -236,8 +245,8 @@ def _merge_documents(call: _CallDocuments, new: tuple[Array, ...], old: tuple[Ar
 
 
 def has_packed_form() -> bool:
-    """Returns True if this version of JAX has the internal primitives of the packed form, with no parameters that this
-    module does not know."""
+    """Returns True if this version of JAX has the internal primitives of the packed form and of divided rows, with no
+    parameters that this module does not know."""
     try:
         _primitives()
     except (ImportError, AttributeError):
@@ -253,7 +262,7 @@ class _Primitives(NamedTuple):
     settings: dict[str, Any]
     """Static parameters of both primitives. Those that only newer versions have are None, which disables them."""
     mask_types: dict[tuple[bool, bool], Any]
-    """The mask by two facts: whether attention is causal, and whether documents are given."""
+    """The mask by two facts: whether attention is causal, and whether lengths are given."""
 
 
 _OPERANDS_AND_OPTIONS = {
@@ -289,15 +298,15 @@ def _primitives() -> _Primitives:
 
 
 def cudnn_forward(
-    options: ScoreOptions, q_BLHK: Array, k_BLGK: Array, v_BLGK: Array, spans: DocumentSpans | None
+    options: ScoreOptions, q_BLHK: Array, k_BLGK: Array, v_BLGK: Array, used: Used
 ) -> tuple[Array, Array]:
-    """Returns the output [B, L, H, K] and the float32 statistics [C, H, L] for the queries of these documents. Other
-    queries are left uninitialised. Without `spans`, each row is a document, and C is B."""
+    """Returns the output [B, L, H, K] and the float32 statistics [C, H, L] for the queries that the call uses. Other
+    queries are left uninitialised. Without documents, C is B."""
     empty = jnp.zeros(0, q_BLHK.dtype)
     # The empty operands are the bias and the page tables, which are not used.
     a_BLHK, statistics_CHL = _primitives().forward.bind(
-        q_BLHK, k_BLGK, v_BLGK, empty, *_document_operands(q_BLHK, k_BLGK, spans), empty, empty, is_training=True,
-        **_settings(options, spans),
+        q_BLHK, k_BLGK, v_BLGK, empty, *_length_operands(q_BLHK, k_BLGK, used), empty, empty, is_training=True,
+        **_settings(options, used),
     )  # fmt: skip
     return a_BLHK, statistics_CHL
 
@@ -310,44 +319,42 @@ def cudnn_backward(
     statistics_CHL: Array,
     gradient_BLHK: Array,
     a_BLHK: Array,
-    spans: DocumentSpans | None,
+    used: Used,
 ) -> tuple[Array, Array, Array]:
-    """Returns the gradients of queries, keys and values for the tokens of these documents. Other tokens are left
+    """Returns the gradients of queries, keys and values for the tokens that the call uses. Other tokens are left
     uninitialised."""
     empty = jnp.zeros(0, q_BLHK.dtype)
     q_gradient_BLHK, k_gradient_BLGK, v_gradient_BLGK = _primitives().backward.bind(
-        q_BLHK, k_BLGK, v_BLGK, empty, *_document_operands(q_BLHK, k_BLGK, spans), empty, empty, statistics_CHL,
-        a_BLHK, gradient_BLHK, **_settings(options, spans),
+        q_BLHK, k_BLGK, v_BLGK, empty, *_length_operands(q_BLHK, k_BLGK, used), empty, empty, statistics_CHL, a_BLHK,
+        gradient_BLHK, **_settings(options, used),
     )  # fmt: skip
     return q_gradient_BLHK, k_gradient_BLGK, v_gradient_BLGK
 
 
-def _settings(options: ScoreOptions, spans: DocumentSpans | None) -> dict[str, Any]:
+def _settings(options: ScoreOptions, used: Used) -> dict[str, Any]:
     """Returns the static parameters of both primitives."""
     primitives = _primitives()
-    mask_type = primitives.mask_types[options.causal, spans is not None]
+    mask_type = primitives.mask_types[options.causal, used is not None]
     return {
         "scale": options.scale, "sliding_window_length": options.window, "mask_type": mask_type, **primitives.settings,
     }  # fmt: skip
 
 
-def _document_operands(q_BLHK: Array, k_BLGK: Array, spans: DocumentSpans | None) -> list[Array]:
-    """Returns the documents' lengths [B, C / B] in queries and in keys, and their offsets [B, C / B + 1] in queries and
-    in keys. JAX derives the number of documents from these shapes, whereas cuDNN reads flat arrays. Offsets count
-    numbers, not tokens. Without documents, all four are empty."""
-    if spans is None:
-        return [jnp.zeros(0, q_BLHK.dtype)] * 4
-    batch, documents = q_BLHK.shape[0], len(spans.query_lengths_C)
+def _length_operands(q_BLHK: Array, k_BLGK: Array, used: Used) -> list[Array]:
+    """Returns the lengths in queries and in keys, and the offsets in queries and in keys. All are empty if the call
+    uses whole rows. Without documents, the lengths are [B] and the offsets are empty.
+
+    For documents, the lengths are [B, C / B] and the offsets [B, C / B + 1]. JAX derives the number of documents from
+    these shapes, whereas cuDNN reads flat arrays. Offsets count numbers, not tokens.
+    """
+    empty = jnp.zeros(0, q_BLHK.dtype)
+    if used is None:
+        return [empty] * 4
+    if isinstance(used, RowLengths):
+        return [used.queries_B, used.keys_B, empty, empty]
+    batch, documents = q_BLHK.shape[0], len(used.lengths_C)
+    assert documents > batch, "JAX does not pass on the offsets if there is one document for each row"
+    lengths = used.lengths_C.reshape(batch, documents // batch)
+    offsets = jnp.pad(used.first_C1, (0, batch - 1), mode="edge").reshape(batch, documents // batch + 1)
     numbers_per_token = lambda x: x.shape[2] * x.shape[3]
-    lengths = lambda lengths_C: lengths_C.reshape(batch, documents // batch)
-
-    def offsets(first_C1: Array, like: Array) -> Array:
-        padded = jnp.pad(first_C1, (0, batch - 1), mode="edge")
-        return padded.reshape(batch, documents // batch + 1) * numbers_per_token(like)
-
-    return [
-        lengths(spans.query_lengths_C),
-        lengths(spans.key_lengths_C),
-        offsets(spans.first_queries_C1, q_BLHK),
-        offsets(spans.first_keys_C1, k_BLGK),
-    ]
+    return [lengths, lengths, offsets * numbers_per_token(q_BLHK), offsets * numbers_per_token(k_BLGK)]

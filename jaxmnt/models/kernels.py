@@ -52,13 +52,15 @@ def choose_kernel(
     capability: float,
     *,
     packed: bool = False,
+    divided: bool = False,
     soft_cap: bool = False,
 ) -> Kernel:
     """Returns the attention kernel for a device. `capability` is its CUDA compute capability, or 0 for other devices.
 
     cuDNN's flash attention supports bfloat16 and float16, and heads whose width is a multiple of 8 and at most 128, or
     256 on Hopper and newer GPUs. It can keep documents apart (`packed`) on Hopper and newer, with heads of at most 128.
-    It has no soft cap. Raises `ConfigError` if cuDNN is requested where it cannot be used.
+    For that, and for rows that are divided among devices (`divided`), internal functions of JAX are needed. It has no
+    soft cap. Raises `ConfigError` if cuDNN is requested where it cannot be used.
     """
     if requested == "xla":
         return "blockwise"
@@ -77,24 +79,26 @@ def choose_kernel(
         )
     if requested == "cudnn" and soft_cap:
         raise ConfigError("model.attention: cudnn has no soft cap (model.attention_soft_cap); set auto or xla")
-    reason = _obstacle_to_packed_form(head_dim, capability) if is_supported and packed else None
-    if requested == "cudnn" and reason:
-        raise ConfigError(
-            "model.attention: cudnn cannot keep documents of a row apart (data.rows: packed, data.document_mask) "
-            f"{reason}; set auto or xla"
-        )
-    return "cudnn" if is_supported and not soft_cap and reason is None else "blockwise"
+    obstacle = _obstacle(head_dim, capability, packed=packed, divided=divided) if is_supported else None
+    if requested == "cudnn" and obstacle:
+        raise ConfigError(f"model.attention: cudnn cannot {obstacle}; set auto or xla")
+    return "cudnn" if is_supported and not soft_cap and obstacle is None else "blockwise"
 
 
-def _obstacle_to_packed_form(head_dim: int, capability: float) -> str | None:
-    """Returns the reason why cuDNN's packed form cannot be used, as the end of a sentence, or None if it can be
-    used."""
-    if capability < 9:
-        return f"on a GPU of compute capability {capability}, only on 9.0 (Hopper) or newer"
-    if head_dim > 128:
-        return f"with heads of width {head_dim}, only with heads of at most 128"
-    if not has_packed_form():
-        return f"with JAX {jax.__version__}, because jaxmnt does not know its internal functions for this"
+def _obstacle(head_dim: int, capability: float, *, packed: bool, divided: bool) -> str | None:
+    """Returns what cuDNN cannot do and the reason, as the end of a sentence, or None if it can do all that is
+    needed."""
+    unknown = f"with JAX {jax.__version__}, because jaxmnt does not know its internal functions for this"
+    if packed:
+        task = "keep documents of a row apart (data.rows: packed, data.document_mask)"
+        if capability < 9:
+            return f"{task} on a GPU of compute capability {capability}, only on 9.0 (Hopper) or newer"
+        if head_dim > 128:
+            return f"{task} with heads of width {head_dim}, only with heads of at most 128"
+        if not has_packed_form():
+            return f"{task} {unknown}"
+    if divided and not has_packed_form():
+        return f"divide rows (mesh.context) {unknown}"
     return None
 
 

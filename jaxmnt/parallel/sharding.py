@@ -18,6 +18,7 @@ from jaxmnt.config.mesh import (
     MESH_AXES,
     REPLICA_AXES,
     STAGE_AXIS,
+    TOKEN_AXES,
     Mesh,
     axes_that_split,
 )
@@ -105,7 +106,7 @@ FLOAT32_AXES = {"norm", "router"}
 SCALES_AND_BIASES = {"norm", "bias"}
 """Logical axes of scales and biases, which have few parameters and no weight decay."""
 
-OVERRIDES = {"embed": BATCH_AXES} | {axis: RULES[axis] for axis in ("heads", "kv_heads", "mlp")}
+OVERRIDES = {"embed": TOKEN_AXES} | {axis: RULES[axis] for axis in ("heads", "kv_heads", "mlp")}
 """Logical axes that `mesh.rules` may change, and the mesh axes over which each may be split. Others are refused,
 because their communication is not implemented."""
 

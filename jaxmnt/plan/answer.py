@@ -160,7 +160,7 @@ def _data_parallel_reason(search: Search, answer: Answer, best: Plan) -> str:
 
 
 def _axis_reasons(search: Search, answer: Answer, best: Plan) -> list[str]:
-    """Says what tensor and pipeline parallelism save, or what they would cost."""
+    """Says what each form of parallelism saves, or what it would cost."""
     lines = []
     fitting = [guess for guess in answer.guesses if search.fits(guess)]
     for axis, name in ((axis.name, axis.parallelism) for axis in reversed(MESH_AXES) if axis.parallelism):
@@ -178,7 +178,7 @@ def _axis_reasons(search: Search, answer: Answer, best: Plan) -> list[str]:
         # Otherwise compare it with the best mesh that uses the axis.
         with_axis = [guess for guess in fitting if axis_size(guess) > 1]
         if not with_axis:
-            lines.append(f"{name}: no mesh that uses it splits the model evenly and fits")
+            lines.append(f"{name}: no mesh that was tried uses it and fits")
             continue
         rival = min(with_axis, key=lambda guess: guess.seconds)
         links = rival.estimate.links

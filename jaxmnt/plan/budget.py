@@ -49,9 +49,7 @@ def minimum_traffic(spec: StepSpec) -> Traffic:
     microbatches = spec.num_microbatches
     stages = placement.stages
     passes = microbatches * spec.schedule.chunks
-    traffic: Traffic = defaultdict(float)
-
-    _add_weight_traffic(spec, traffic)
+    traffic: Traffic = defaultdict(float, weight_traffic(spec))
 
     # Tensor parallelism gathers and scatters activations over the sequence length.
     device_length = placement.local_length(config.data.sequence_length) * placement.num_shards("sequence")
@@ -121,7 +119,8 @@ def _add_expert_traffic(spec: StepSpec, traffic: Traffic, activation_bytes: floa
 def _add_key_traffic(spec: StepSpec, traffic: Traffic, passes: int) -> None:
     """Adds the bytes that are sent for keys and values of divided rows, and their gradients, to `traffic`. Forward and
     backward gather keys and values. In a layer with a window of at most a chunk, only a window of each chunk is sent,
-    and its gradients are not summed in `train.reduce_dtype`, because only one device has any."""
+    and its gradients are not summed in `train.reduce_dtype`, because only one device has any. Backward does not gather
+    for a window if forward keeps what it gathered."""
     placement, length = spec.placement, spec.config.data.sequence_length
     devices = placement.num_shards("length")
     if devices == 1:
@@ -133,19 +132,20 @@ def _add_key_traffic(spec: StepSpec, traffic: Traffic, passes: int) -> None:
         for kind in group.pattern:
             shape = family.attention_shape(kind)
             heads = KVHeads(shape.heads, shape.kv_heads or shape.heads, placement).attended_heads
-            is_halo = shape.window is not None and shape.window < length and shape.window <= chunk
+            has_window = shape.window is not None and shape.window < length
+            gathers = 1 if has_window and spec.config.train.remat in ("none", "attention") else 2
+            is_halo = has_window and (shape.window or 0) <= chunk
             tokens = shape.window if is_halo and shape.window else chunk
             sent_numbers = (devices - 1) * 2 * tokens * spec.microbatch_rows * 2 * heads * shape.head_dim
             gradient_bytes = spec.dtype.itemsize if is_halo else spec.reduce_dtype.itemsize
-            traffic["all-gather", axes_name] += passes * units * 2 * sent_numbers * spec.dtype.itemsize
+            traffic["all-gather", axes_name] += passes * units * gathers * sent_numbers * spec.dtype.itemsize
             traffic["reduce-scatter", axes_name] += passes * units * sent_numbers * gradient_bytes
 
 
-def _add_weight_traffic(spec: StepSpec, traffic: Traffic) -> None:
-    """Adds the bytes that are sent for weights and their gradients to `traffic`.
-
-    Weights are gathered, and their gradients are scattered, or summed over replicas (docs/parallelism.md).
-    """
+def weight_traffic(spec: StepSpec) -> Traffic:
+    """Returns the bytes that are sent for weights and their gradients. Weights are gathered, and their gradients are
+    scattered, or summed over replicas (docs/parallelism.md)."""
+    traffic: Traffic = defaultdict(float)
     placement, microbatches = spec.placement, spec.num_microbatches
     compute_bytes, reduce_bytes = spec.dtype.itemsize, spec.reduce_dtype.itemsize
     zero = spec.zero
@@ -169,6 +169,7 @@ def _add_weight_traffic(spec: StepSpec, traffic: Traffic) -> None:
         replicating_axes = {*REPLICA_AXES} & {*placement.replicated_axes(names)} if name in trained else ()
         for axis in replicating_axes:
             traffic["all-reduce", axis] += 2 * stored_elements * reduce_bytes * (1 - 1 / placement.sizes[axis])
+    return dict(traffic)
 
 
 def gathered_in_float8(spec: StepSpec) -> set[str]:
@@ -234,6 +235,7 @@ def notes(spec: StepSpec) -> list[str]:
             f"model.num_kv_heads: {model.num_kv_heads} cannot be split evenly by mesh.{axis} {placement.sizes[axis]}: "
             "their weights are stored once, and each device computes the heads that its queries need"
         )
+    lines += _wide_window_notes(spec)
     if spec.float8:
         in_float8, products = engine.trace_step(spec).products
         lines.append(
@@ -260,6 +262,21 @@ def notes(spec: StepSpec) -> list[str]:
     return lines + _without_effect(spec)
 
 
+def _wide_window_notes(spec: StepSpec) -> list[str]:
+    """Returns a note if devices share rows, and a window reaches beyond the chunk before a token's own."""
+    if spec.placement.num_shards("length") == 1:
+        return []
+    scheme = scheme_of(spec)
+    for _, layer in spec.definition.layer_costs():
+        halo, window = scheme.halo(layer.attention), layer.attention.window
+        if halo is not None and window is not None and window > scheme.chunk_tokens:
+            return [
+                f"mesh.context: a window of {window} tokens is wider than a chunk of {scheme.chunk_tokens}, so each "
+                f"device computes {1 + halo // scheme.chunk_tokens} times the queries in these layers; set it lower"
+            ]
+    return []
+
+
 def _without_effect(spec: StepSpec) -> list[str]:
     """Returns a line for each setting of the config that has no effect on this mesh, with the reason."""
     config, placement = spec.config, spec.placement
@@ -269,7 +286,7 @@ def _without_effect(spec: StepSpec) -> list[str]:
         "mesh.prefetch": bool(config.mesh.prefetch) and not spec.prefetch and "no weights of layers are gathered",
         "model.overlap": config.model.overlap in ("ring", "rows") and placement.overlap == "off" and "mesh.model is 1",
         "telemetry.noise_scale": config.telemetry.noise_scale and small_batches(spec) is None
-        and "no device has the gradient of a part of the batch",
+        and "no device has the gradient of some of the rows alone",
         "train.remat_save": bool(config.train.remat_save) and config.train.remat != "names"
         and "it applies only to train.remat names",
         "pipeline.schedule": config.pipeline.schedule != "1f1b" and has_no_pipeline and "there is no pipeline",

@@ -382,9 +382,10 @@ class Step:
     def attention_flops(self, layer: LayerCosts) -> float:
         """Returns the FLOPs of one of attention's products in a layer, for one microbatch."""
         length, shape, tokens = self.scheme.length, layer.attention, float(self.tokens)
-        window = min(shape.window or length, length)
-        if halo := self.scheme.halo(shape):  # a chunk is computed together with its halo
+        if halo := self.scheme.halo(shape):  # a chunk is computed as the end of a row that begins with its halo
             tokens *= 1 + halo / self.scheme.chunk_tokens
+            length = halo + self.scheme.chunk_tokens
+        window = min(shape.window or length, length)
         pairs = tokens * (window - window * window / (2 * length))
         return 2.0 * pairs * (shape.heads / self.scheme.model) * shape.head_dim
 
@@ -398,7 +399,7 @@ class Step:
         return (products + t * vocab * _BYTES_PER_LOGIT / self.rates.memory) / self.head_stages
 
     def optimizer_seconds(self) -> float:
-        """Returns 30 N / (fsdp B), the time of the optimizer's update."""
+        """Returns 30 N / (shards B), the time of the optimizer's update."""
         return self.stored_parameters() * OPTIMIZER_BYTES_PER_PARAMETER / self.rates.memory
 
     def stored_parameters(self) -> float:
@@ -459,7 +460,8 @@ class Step:
     def keys_link(self, layer: LayerCosts) -> Link | None:
         """Returns the exchange of keys and values over `context`, for one microbatch: two gathers of c bytes for each
         of their numbers in whole rows, and a scatter of their gradients in 4 bytes. In a layer with a window of at most
-        a chunk, devices exchange only the last tokens of each chunk, the gradients in c bytes."""
+        a chunk, devices exchange only the last tokens of each chunk, the gradients in c bytes. If forward keeps what it
+        gathered for a window (`Scheme.keeps_halos`), backward does not gather it again."""
         scheme = self.scheme
         if scheme.context == 1 or not layer.attention.heads:
             return None
@@ -467,7 +469,8 @@ class Step:
         share = 1.0 if halo is None else min(1.0, halo / scheme.chunk_tokens)
         gradient_bytes = self.gradient_bytes if halo is None or halo > scheme.chunk_tokens else scheme.itemsize
         numbers = share * scheme.row_keys(layer.attention)
-        seconds = 2 * self.ring_seconds("all-gather", scheme.itemsize * numbers, "context")
+        gathers = 1 if halo is not None and scheme.keeps_halos else 2
+        seconds = gathers * self.ring_seconds("all-gather", scheme.itemsize * numbers, "context")
         seconds += self.ring_seconds("reduce-scatter", gradient_bytes * numbers, "context")
         return Link(seconds, seconds * (1 - self.traits.hides_keys))
 
@@ -514,7 +517,7 @@ class Step:
         return Link(seconds, max(least, seconds - self.traits.hides_gathers * backward.seconds))
 
     def gradient_sums_link(self, backward: Work) -> Link | None:
-        """Returns the all-reduce of 4 N / fsdp bytes of gradients over `data`, array by array. The last microbatch's
+        """Returns the all-reduce of 4 N / shards bytes of gradients over `data`, array by array. The last microbatch's
         backward hides at most 19 in 20 parts of it."""
         if self.scheme.data == 1:
             return None

@@ -101,34 +101,37 @@ def state_bytes(spec: StepSpec) -> StateBytes:
 
 class ResidualBytes:
     """Computes the bytes of residuals, which forward saves for backward, per whole row and device in all layers. The
-    results are cached by remat policy and by the number of devices that share a layer."""
+    results are cached by remat policy, and by the numbers of devices that share a row and a layer."""
 
     def __init__(self, config: Config, vocab: int, devices_of: Callable[[int], Sequence[jax.Device]]):
         """`devices_of` returns as many devices of the target as it is asked for."""
         self._config = config
         self._vocab = vocab
         self._devices_of = devices_of
-        self._cache: dict[tuple[str, int], int | None] = {}
+        self._cache: dict[tuple[str, int, int], int | None] = {}
 
-    def per_row(self, remat: str, model: int) -> int | None:
-        """Returns the bytes per row if `model` devices share each layer, or None if they cannot."""
-        if (remat, model) not in self._cache:
-            self._cache[remat, model] = None
+    def per_row(self, remat: str, context: int, model: int) -> int | None:
+        """Returns the bytes on all devices that share a row, if these are `context` and if `model` devices share each
+        layer, or None if they cannot."""
+        key = (remat, context, model)
+        if key not in self._cache:
+            self._cache[key] = None
             with contextlib.suppress(ConfigError):
-                self._cache[remat, model] = residual_bytes(self._spec(remat, model))
-        return self._cache[remat, model]
+                self._cache[key] = context * residual_bytes(self._spec(remat, context, model))
+        return self._cache[key]
 
     def state(self) -> StateBytes:
         """Returns the bytes per parameter, which depend on the config's dtypes, optimizer and frozen parameters. Raises
         `ConfigError` for a config that cannot train on any mesh."""
-        return state_bytes(self._spec("full", 1))
+        return state_bytes(self._spec("full", 1, 1))
 
-    def _spec(self, remat: str, model: int) -> StepSpec:
-        """Returns the spec of a step with one row on `model` devices."""
+    def _spec(self, remat: str, context: int, model: int) -> StepSpec:
+        """Returns the spec of a step with one row on `context` × `model` devices."""
         candidate = Candidate(
             data=1,
             pipeline=1,
             fsdp=1,
+            context=context,
             model=model,
             rows=1,
             microbatches=1,
@@ -138,7 +141,7 @@ class ResidualBytes:
             splits_hosts=True,
         )
         config = self._config.changed(candidate.settings | {"data.global_batch_size": 1, "model.overlap": "off"})
-        return build_spec(config, self._vocab, self._devices_of(model), lambda _: "")
+        return build_spec(config, self._vocab, self._devices_of(context * model), lambda _: "")
 
 
 def estimate_memory(
@@ -237,12 +240,17 @@ def _memory_in_backward(model: ModelShape, scheme: Scheme, residuals: float, mul
 
 
 def _context_bytes(scheme: Scheme, layer: LayerCosts) -> float:
-    """Returns the bytes of the arrays in the backward pass of attention in divided rows: keys and values of whole rows,
-    their gradients in float32, and a float32 gradient of the queries."""
+    """Returns the bytes of the arrays in the backward pass of attention in divided rows. Without a window these are the
+    keys and values of whole rows, their gradients in float32, and a float32 gradient of the queries."""
     if scheme.context == 1:
         return 0.0
-    queries = scheme.tokens * layer.attention.heads * layer.attention.head_dim / scheme.model
-    return scheme.row_keys(layer.attention) * (scheme.itemsize + 4) + 4 * queries
+    attention = layer.attention
+    queries = scheme.tokens * attention.heads * attention.head_dim / scheme.model
+    if (halo := scheme.halo(attention)) is None:
+        return scheme.row_keys(attention) * (scheme.itemsize + 4) + 4 * queries
+    # Rows of chunks and their halos: queries, output and keys, and the gradients of each.
+    keys = scheme.row_keys(attention) / scheme.context
+    return 2 * scheme.itemsize * (2 * queries + keys) * (1 + halo / scheme.chunk_tokens)
 
 
 def _expert_bytes(model: ModelShape, scheme: Scheme, layer: LayerCosts) -> float:

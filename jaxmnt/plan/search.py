@@ -139,8 +139,8 @@ class Search:
         """Estimates a candidate. Returns None if its sizes cannot be built, or if its precision is float8 but no
         product would use float8."""
         residuals = self._residuals[candidate.precision]
-        row_residuals = residuals.per_row(candidate.remat, candidate.model)
-        row_residuals_without_remat = residuals.per_row("none", candidate.model)
+        row_residuals = residuals.per_row(candidate.remat, candidate.context, candidate.model)
+        row_residuals_without_remat = residuals.per_row("none", candidate.context, candidate.model)
         if row_residuals is None or row_residuals_without_remat is None:
             return None
         scheme = Scheme(

@@ -134,6 +134,11 @@ class Scheme:
         chunk = self.chunk_tokens
         return attention.window if attention.window <= chunk else -(-attention.window // chunk) * chunk
 
+    @property
+    def keeps_halos(self) -> bool:
+        """True if forward keeps the rows of chunks and their halos for backward."""
+        return self.remat in ("none", "attention")
+
     def row_keys(self, attention: AttentionShape) -> float:
         """Returns the number of numbers in the keys and values of a device's heads, in all tokens of a microbatch's
         rows."""

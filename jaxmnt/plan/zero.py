@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from jaxmnt.config.mesh import GATHERING_AXES
 from jaxmnt.config.schema import Config
 from jaxmnt.distributed.gpu_settings import OUR_MEMORY_FRACTION
-from jaxmnt.plan.budget import minimum_traffic
+from jaxmnt.plan.budget import weight_traffic
 from jaxmnt.plan.chips import Chip, chip_of
 from jaxmnt.plan.estimate import estimate
 from jaxmnt.plan.memory import estimate_memory, state_bytes
@@ -211,5 +211,5 @@ def _residuals_without_remat(spec: StepSpec) -> int:
 def _bytes_sent(spec: StepSpec, zero: int) -> float:
     """Returns the bytes of weights and gradients that a device sends in a step, as this module's doc string derives."""
     stage_spec = replace(spec, config=spec.config.changed({"mesh.zero": zero, "mesh.prefetch": None}))
-    axes_text = "×".join(spec.placement.mesh_axes("embed"))
-    return sum(traffic_bytes for (_, axes), traffic_bytes in minimum_traffic(stage_spec).items() if axes == axes_text)
+    kinds = ("all-gather", "reduce-scatter")
+    return sum(traffic_bytes for (kind, _), traffic_bytes in weight_traffic(stage_spec).items() if kind in kinds)

@@ -22,6 +22,7 @@ from jaxmnt.models.contract import LayerGroup, Params
 from jaxmnt.parallel.chunks import device_order, places_in_row, row_order
 from jaxmnt.parallel.collectives import max_over
 from jaxmnt.parallel.layout import map_with_axes
+from jaxmnt.parallel.sharding import Axes
 from jaxmnt.training.embed_head import EmbedAndHead
 from jaxmnt.training.loss import chunk_count, logits_of, split_into_chunks
 from jaxmnt.training.spec import Batch, StepSpec
@@ -48,23 +49,28 @@ def row_logits(spec: StepSpec, params: Params, buffers: Params, tokens_BL: Array
     weights = map_with_axes(spec.layout.to_device_layout, (params, buffers), axes)
     order = _ColumnOrder(spec, tokens_BL.shape[1])
     tokens_BL = order.of_devices(tokens_BL)
-    logits_BLV = _on_mesh(spec, logits, [("batch", "length")], ("batch", "length", "vocab"), *weights, tokens_BL)
-    return order.of_rows(logits_BLV)[..., : spec.data_vocab_size]
+    logit_axes = ("batch", "length", "vocab")
+    logits_BLV = _on_mesh(spec, logits, [("batch", "length")], logit_axes, *weights, tokens_BL)
+    return order.of_rows(logits_BLV, logit_axes)[..., : spec.data_vocab_size]
 
 
 class _ColumnOrder:
     """Puts the columns of rows in the order in which devices hold them (`parallel.chunks`), and back."""
 
     def __init__(self, spec: StepSpec, length: int):
-        self._devices, self._length = spec.placement.num_shards("length"), length
+        self._placement, self._length = spec.placement, length
+        self._devices = spec.placement.num_shards("length")
 
     def of_devices(self, x_BL: Array) -> Array:
         """Returns rows for the devices."""
         return x_BL if self._devices == 1 else x_BL[:, device_order(self._length, self._devices)]
 
-    def of_rows(self, x_BL: Array) -> Array:
-        """Returns rows from the devices in their own order."""
-        return x_BL if self._devices == 1 else x_BL[:, row_order(self._length, self._devices)]
+    def of_rows(self, x_BL: Array, axes: Axes) -> Array:
+        """Returns rows from the devices in their own order, sharded like those that the devices return."""
+        if self._devices == 1:
+            return x_BL
+        ordered_BL = x_BL[:, row_order(self._length, self._devices)]
+        return jax.lax.with_sharding_constraint(ordered_BL, self._placement.sharding(axes))
 
 
 class Scores(NamedTuple):
@@ -101,7 +107,8 @@ def row_scores(spec: StepSpec, params: Params, buffers: Params, tokens_BL: Array
 
     row_axes, order = ("batch", "length"), _ColumnOrder(spec, tokens_BL.shape[1])
     rows = map(order.of_devices, (tokens_BL, targets_BL))
-    return Scores(*map(order.of_rows, _on_mesh(spec, scores, [row_axes, row_axes], row_axes, params, buffers, *rows)))
+    device_scores = _on_mesh(spec, scores, [row_axes, row_axes], row_axes, params, buffers, *rows)
+    return Scores(*(order.of_rows(scores_BL, row_axes) for scores_BL in device_scores))
 
 
 @dataclass(frozen=True)
@@ -151,8 +158,7 @@ class Generator:
         2, …). While the caller handles the yielded tokens, the device computes the tokens that follow.
         """
         assert prompts and all(len(prompt) for prompt in prompts)
-        if self._spec.placement.num_shards("length") > 1:
-            raise ConfigError("mesh.context: generation needs whole rows; set mesh.context=1, and mesh.fsdp instead")
+        check_generation(self._spec.placement.num_shards("length"))
         spec, count, batch_shards = self._spec, len(prompts), self._spec.placement.batch_shards
         # Pad to a multiple of the batch shards. Padding rows are prompts of one token, and their output is dropped.
         rows_per_shard = -(-count // batch_shards)
@@ -182,6 +188,12 @@ class Generator:
             yield np.asarray(token_B1)[:count, 0]
             if next_result is not None:
                 token_B1, caches = next_result
+
+
+def check_generation(devices_per_row: int) -> None:
+    """Raises `ConfigError` if devices share rows, because generation needs whole rows."""
+    if devices_per_row != 1:
+        raise ConfigError("mesh.context: generation needs whole rows; set mesh.context=1, and mesh.fsdp instead")
 
 
 class SamplingKeys(NamedTuple):

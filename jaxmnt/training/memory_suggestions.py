@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxmnt.config.mesh import GATHERING_AXES, REPLICA_AXES
+from jaxmnt.config.mesh import GATHERING_AXES, REPLICA_AXES, axes_that_split
 from jaxmnt.config.schema import Config
 from jaxmnt.errors import ConfigError
 from jaxmnt.parallel.sharding import Axes, named_leaves
@@ -118,6 +118,11 @@ def _candidate_changes(spec: StepSpec) -> Iterator[tuple[str, dict[str, Any], Ca
     if rows > 1 and rows % 2 == 0 and config.model.overlap != "rows":
         yield f"train.microbatch_size={rows // 2}", {"train.microbatch_size": rows // 2}, residual_bytes
     sizes, replicas, gathering = spec.placement.sizes, REPLICA_AXES[0], GATHERING_AXES[0]
+    [context] = axes_that_split("length")
+    if rows == 1 and sizes[gathering] % 2 == 0:
+        changes = {f"mesh.{gathering}": sizes[gathering] // 2, f"mesh.{context}": sizes[context] * 2}
+        setting = " ".join(f"{key}={axis_size}" for key, axis_size in changes.items())
+        yield setting, changes | {"train.microbatch_size": 1}, residual_bytes
     if sizes[replicas] % 2 == 0 and spec.zero == 3:
         changes = {f"mesh.{replicas}": sizes[replicas] // 2, f"mesh.{gathering}": sizes[gathering] * 2}
         yield " ".join(f"{key}={axis_size}" for key, axis_size in changes.items()), changes, _train_state_bytes

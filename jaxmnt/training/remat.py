@@ -23,8 +23,9 @@ NAMES = (
 """The names of activations that `train.remat_save` can keep on the device, and that `train.remat_offload` can keep in
 host memory. All are bfloat16 or float32 activations of a layer. layer_input [B, L / model, D] is kept under every
 policy. query, key, value and attention are [B, L, heads, head_dim], and mlp_gate and mlp_up are [B, L, mlp], split over
-`model`. attention includes its softmax statistics, so that backward does not recompute attention. The outputs are
-[B, L / model, D]. whole_sequence are the gathered inputs of attention and MLP, [B, L, D]."""
+`model`. attention includes its softmax statistics, so that backward does not recompute attention. With mesh.context,
+its rows are longer in layers with a window (`models.context_parallel`). The outputs are [B, L / model, D].
+whole_sequence are the gathered inputs of attention and MLP, [B, L, D]."""
 
 
 class LayerHalf(NamedTuple):

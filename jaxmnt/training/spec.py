@@ -173,7 +173,8 @@ def resolve_precision(config: Config, device: jax.Device) -> tuple[jnp.dtype, Fl
     assert head_dim
     kernel = choose_kernel(
         config.model.attention, device.platform, dtype, head_dim, device_capability(device),
-        packed=config.data.keeps_documents_apart, soft_cap=config.model.attention_soft_cap is not None,
+        packed=config.data.keeps_documents_apart, divided=config.mesh.context != 1,
+        soft_cap=config.model.attention_soft_cap is not None,
     )  # fmt: skip
     return dtype, float8, kernel
 

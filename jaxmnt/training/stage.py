@@ -347,8 +347,8 @@ class Layers:
             output = _check_output(layer(x_BSD, context), x_BSD)
         if spec.placement.num_shards("length") > 1 and not context.attention_calls:
             raise ConfigError(
-                "mesh.context: the model's layers have their own attention, which would not see the tokens of other "
-                "devices; set mesh.context=1, or call LayerContext.attend in each layer"
+                f"mesh.context: a layer of {spec.config.model.family} does not call LayerContext.attend, which alone "
+                "reaches the tokens of other devices; set mesh.context=1, or call it in each layer"
             )
         return output
 
