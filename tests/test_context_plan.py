@@ -30,7 +30,7 @@ MESHES = [
     "data.document_mask=true",
     "mesh.context=8 mesh.model=1 model.family=mistral model.preset=llama3-8b model.sliding_window=4096",
     "mesh.context=8 mesh.model=1 model.family=mistral model.preset=llama3-8b model.sliding_window=4096 "
-    "model.num_layers=8 train.remat=none",
+    "model.num_layers=24 train.remat=none",
 ]
 
 

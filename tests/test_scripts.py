@@ -59,8 +59,8 @@ def test_the_live_line_is_cleared_before_what_pip_says_on_stderr():
 def test_an_interrupted_installation_ends_quietly(reach):
     program = """if True:
         import time
-        print("Collecting numpy")
         try:
+            print("Collecting numpy")
             time.sleep(60)
         except KeyboardInterrupt:
             raise SystemExit("ERROR: Operation cancelled by user")
