@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from other_frameworks import decoder
 
 from jaxmnt.config.load import load_config, with_settings
+from jaxmnt.config.mesh import AXES
 from jaxmnt.errors import ConfigError
 from jaxmnt.plan import __main__ as command
 from jaxmnt.plan.answer import Answer, PlanRequest, PricedPlan, advice, knee, reasons, winner
@@ -478,7 +479,7 @@ def test_what_a_step_is_expected_to_take(recipe):
     config = load_config(ROOT / "configs" / f"{recipe}.yaml")
     found = expected_step(build_spec(config, config.model.vocab_size, devices, lambda device: str(device.id // 8)))
     search = Search(config, chip, network_of(chip), H100)
-    same = {"data": 1, "pipeline": 1, "fsdp": 128, "expert": 1, "model": 1}
+    same = dict.fromkeys(AXES, 1) | {"fsdp": 128}
     (guess,) = [
         guess
         for guess in search.guesses(128)
