@@ -21,6 +21,7 @@ def arrays_of(run):
     return {name: np.asarray(reader.read(name)) for name in sorted(checkpoint.manifest.arrays)}
 
 
+@pytest.mark.slow
 def test_a_run_with_divided_rows_does_what_others_do(tiny, tmp_path):
     """Evaluation, samples, dropout, a loss by dotted path, the noise scale, compared replicas; and it resumes."""
     settings = (
