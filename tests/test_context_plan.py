@@ -24,7 +24,7 @@ H100 = CHIPS["h100"]
 
 MESHES = [
     "",  # the recipe's own
-    "mesh.context=8 mesh.model=1 train.remat=full",
+    "mesh.context=8 mesh.model=1 train.remat=names train.remat_save=[attention]",
     "mesh.pipeline=4 mesh.fsdp=4 mesh.context=8 mesh.model=1 train.remat=full",
     "mesh.data=2 mesh.fsdp=16 mesh.model=1 data.sequence_length=32768 data.global_batch_size=64 "
     "data.document_mask=true",
@@ -53,7 +53,7 @@ def test_the_program_of_128_gpus(overrides, monkeypatch):
     planned = next(stage.peak for stage in resolve_zero(spec)[1].stages if stage.zero == 3)
     assert 0.85 * planned < report["memory"]["peak"] <= 1.1 * planned
     seconds = estimate(model_shape(spec.definition), scheme_of(spec), rates_of(H100), H100.domain).seconds
-    assert seconds == pytest.approx(report["prediction"]["step_seconds"], rel=0.2)
+    assert seconds == pytest.approx(report["prediction"]["step_seconds"], rel=0.1)
 
 
 @pytest.mark.slow

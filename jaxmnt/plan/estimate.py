@@ -274,7 +274,10 @@ class Step:
             2 * elementwise + 2 * quantization + copy_seconds,
         )
         expert_forward, expert_backward = self.expert_work(layer)
-        backward = backward.plus(forward, self.policies[scheme.remat]).plus(expert_backward)
+        recomputed = self.policies[scheme.remat]
+        if scheme.keeps_attention:
+            recomputed = recomputed._replace(attention=0)
+        backward = backward.plus(forward, recomputed).plus(expert_backward)
         return forward.plus(expert_forward), backward
 
     def expert_work(self, layer: LayerCosts) -> tuple[Work, Work]:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxmnt.config.mesh import MESH_AXES
+from jaxmnt.models.blockwise import ATTENTION
 from jaxmnt.models.contract import AttentionShape, Definition, LayerCosts, Product
 from jaxmnt.models.experts import EXPERT_ROUND
 from jaxmnt.parallel.sharding import Overlap
@@ -85,6 +86,8 @@ class Scheme:
     """Maximum number of microbatches of a chunk that a stage keeps at the same time."""
     remat: str = "none"
     """The part of forward that backward recomputes, as a key of `flops.RECOMPUTE_SHARES`."""
+    keeps_attention: bool = False
+    """True if forward saves the outputs of attention, although `remat` says that backward recomputes it."""
     dtype: str = "bfloat16"
     """Dtype of matrix products: `bfloat16`, `float32`, or `float8`, in which case all else is in bfloat16."""
     float8_least: int = 0
@@ -170,6 +173,7 @@ def scheme_of(spec: StepSpec) -> Scheme:
         chunks=schedule.chunks,
         expert_round=config.model.expert_round or EXPERT_ROUND,
         remat=config.train.remat if config.train.remat != "names" else "full",
+        keeps_attention=ATTENTION in (*config.train.remat_save, *config.train.remat_offload),
         dtype=spec.dtype.name if spec.float8 is None else "float8",
         float8_least=config.train.float8_least,
         overlap=spec.placement.overlap,
