@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from jaxmnt.config.load import load_config
-from jaxmnt.plan.budget import ideal_state_bytes, minimum_traffic
+from jaxmnt.plan.budget import minimum_traffic
 from jaxmnt.plan.chips import CHIPS
+from jaxmnt.plan.report import ideal_state_bytes
 from jaxmnt.plan.targets import gpu_devices
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -46,7 +47,7 @@ def planned(recipe: str, mesh: dict[str, int], rows: int, chip_name: str = "h100
     chip = CHIPS[chip_name]
     devices = gpu_devices(chip, HOSTS, DEVICES_PER_HOST)
 
-    from jaxmnt.plan.budget import make_report
+    from jaxmnt.plan.report import make_report
     from jaxmnt.training.build import build_spec
 
     spec = build_spec(config, config.model.vocab_size, devices, lambda device: str(device.process_index))

@@ -54,7 +54,7 @@ def _case(
     """What auto chooses, and by ZeRO stage the compiled program's seconds, peak and limit."""
     chip = CHIPS[target]
     devices = list(gpu_devices(chip, gpus // PER_HOST, PER_HOST))
-    from jaxmnt.plan.budget import make_report
+    from jaxmnt.plan.report import make_report
     from jaxmnt.plan.zero import choose_zero
     from jaxmnt.training.build import build_spec
 

@@ -223,6 +223,39 @@ def launch(config: Path, *overrides: str, processes: int, devices: int) -> subpr
     )  # fmt: skip
 
 
+def check_same_checkpoints(one: Path, other: Path) -> dict[str, np.ndarray]:
+    """The arrays of two runs' newest checkpoints are equal, bit for bit. Returns those of the first by name."""
+    from jaxmnt.checkpoint.arrays import Reader
+    from jaxmnt.checkpoint.commit import newest_valid
+
+    arrays = []
+    for run in (one, other):
+        checkpoint = newest_valid(run / "checkpoints")
+        reader = Reader(checkpoint)
+        arrays.append({name: np.asarray(reader.read(name)) for name in sorted(checkpoint.manifest.arrays)})
+    assert arrays[0].keys() == arrays[1].keys()
+    for name, array in arrays[0].items():
+        np.testing.assert_array_equal(array, arrays[1][name], err_msg=name)
+    return arrays[0]
+
+
+def check_legs(config: Path, folder: Path, settings: tuple[str, ...], legs: list[tuple[int, str, int | None]]) -> Path:
+    """A run that goes on in each leg (processes, overrides, step to stop after) on another mesh of eight devices has
+    the batches and losses of a run on one device. Returns its directory."""
+    plain, run = folder / "plain", folder / "run"
+    result = command("jaxmnt.train", "--config", str(config), *settings, f"run.dir={plain}")
+    assert result.returncode == 0, result.stderr
+    for processes, overrides, stop in legs:
+        stops = [] if stop is None else [f"train.stop_after={stop}"]
+        result = launch(config, *settings, *overrides.split(), *stops, processes=processes, devices=8 // processes)
+        assert result.returncode == (0 if stop is None else 75), result.stderr
+    assert len(events(run, "restore")) == len(legs) - 1
+    np.testing.assert_allclose(losses(run), losses(plain), rtol=1e-5)
+    digests = [[line["batch_digest"] for line in metrics(path)] for path in (run, plain)]
+    assert digests[0] == digests[1]
+    return run
+
+
 @pytest.fixture(scope="session")
 def two_processes(tmp_path_factory, prepared) -> Path:
     """The directory of a run of 20 steps in two processes of one device each. Not to be changed."""

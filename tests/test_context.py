@@ -25,8 +25,8 @@ from jaxmnt.models.contract import LayerOutput
 from jaxmnt.models.llama import Block, Llama
 from jaxmnt.parallel.chunks import device_order, places_in_row, row_order, whole_rows
 from jaxmnt.parallel.sharding import Placement, build_mesh
-from jaxmnt.plan.budget import notes
 from jaxmnt.plan.hlo import shapes_in
+from jaxmnt.plan.report import notes
 from jaxmnt.training.build import build_spec
 from jaxmnt.training.compile import compile_step
 from jaxmnt.training.memory_suggestions import residual_bytes
@@ -175,8 +175,8 @@ def test_a_halo_is_a_part_of_all_keys(monkeypatch):
 def use_a_stale_chunk(monkeypatch):
     """Backward takes another chunk's keys and values than forward."""
     gathers = []
-    gather, keys = context_parallel._gather, context_parallel._Step.keys
-    monkeypatch.setattr(context_parallel, "_gather", lambda *arguments: gathers.append(1) or gather(*arguments))
+    gather, keys = context_parallel.gather_chunks, context_parallel._Step.keys
+    monkeypatch.setattr(context_parallel, "gather_chunks", lambda *arguments: gathers.append(1) or gather(*arguments))
 
     def stale(step, x_2BLGK):
         in_backward, half = len(gathers) > 2, x_2BLGK.shape[2]

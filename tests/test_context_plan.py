@@ -4,20 +4,18 @@ from pathlib import Path
 
 import pytest
 from conftest import mostly_slow
-from test_plan import hold_to_budget
+from test_plan import hold_to_budget, report_for_128_gpus
 
 from jaxmnt.config.load import load_config
-from jaxmnt.plan import budget
-from jaxmnt.plan.budget import make_report
 from jaxmnt.plan.chips import CHIPS
 from jaxmnt.plan.estimate import estimate
 from jaxmnt.plan.hlo import shapes_in
 from jaxmnt.plan.rates import rates_of
+from jaxmnt.plan.report import make_report
 from jaxmnt.plan.targets import gpu_devices
 from jaxmnt.plan.workload import model_shape, scheme_of
 from jaxmnt.plan.zero import resolve_zero
 from jaxmnt.training.build import build_spec
-from jaxmnt.training.compile import compile_step
 
 RECIPE = Path(__file__).resolve().parents[1] / "configs" / "llama-8b-128k.yaml"
 H100 = CHIPS["h100"]
@@ -37,21 +35,18 @@ MESHES = [
 @pytest.mark.filterwarnings("ignore:Error reading persistent compilation cache")  # such programs cannot be loaded
 @pytest.mark.parametrize("overrides", mostly_slow(set(), MESHES))
 def test_the_program_of_128_gpus(overrides, monkeypatch):
-    compiled = []
-    monkeypatch.setattr(budget, "compile_step", lambda *given: compiled.append(compile_step(*given)) or compiled[-1])
-    config = load_config(RECIPE, overrides.split())
-    spec = build_spec(config, config.model.vocab_size, gpu_devices(H100, 16, 8), lambda d: str(d.process_index))
-    report = make_report(spec, lambda device: device.process_index, H100)
+    spec, report, text = report_for_128_gpus(RECIPE, overrides, monkeypatch)
+    config = spec.config
     hold_to_budget(spec, report)
     assert report["kernels"] == {"attention": "cudnn"} and not [note for note in report["notes"] if "context" in note]
 
     part = config.data.sequence_length // spec.placement.sizes["context"]
     is_length = lambda size: size >= part and size % (part // 2) == 0  # of whole chunks
-    shapes = {shape for _, shape in shapes_in(compiled[0].as_text())}
+    shapes = {shape for _, shape in shapes_in(text)}
     assert not [shape for shape in shapes if sum(map(is_length, shape)) > 1], "length × length"
 
     planned = next(stage.peak for stage in resolve_zero(spec)[1].stages if stage.zero == 3)
-    assert 0.85 * planned < report["memory"]["peak"] <= 1.1 * planned
+    assert 0.9 * planned < report["memory"]["peak"] <= 1.1 * planned
     seconds = estimate(model_shape(spec.definition), scheme_of(spec), rates_of(H100), H100.domain).seconds
     assert seconds == pytest.approx(report["prediction"]["step_seconds"], rel=0.1)
 

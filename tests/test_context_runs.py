@@ -5,20 +5,12 @@ import json
 import jax
 import numpy as np
 import pytest
-from conftest import command, events, launch, losses, metrics
+from conftest import check_legs, check_same_checkpoints, command, events, losses, metrics
 
 from jaxmnt.api import load_run
-from jaxmnt.checkpoint.arrays import Reader
-from jaxmnt.checkpoint.commit import newest_valid
 from jaxmnt.train import train
 
 ROWS = ("data.document_mask=true", "model.num_kv_heads=2", "model.dropout=0.1")
-
-
-def arrays_of(run):
-    checkpoint = newest_valid(run / "checkpoints")
-    reader = Reader(checkpoint)
-    return {name: np.asarray(reader.read(name)) for name in sorted(checkpoint.manifest.arrays)}
 
 
 @pytest.mark.slow
@@ -48,31 +40,18 @@ def test_a_run_with_divided_rows_does_what_others_do(tiny, tmp_path):
     train(tiny(*settings, f"run.dir={parts}", *mesh, "train.stop_after=3"))
     train(tiny(*settings, f"run.dir={parts}", *mesh))
     assert losses(parts) == losses(divided)
-    one, other = arrays_of(parts), arrays_of(divided)
-    assert one.keys() == other.keys()
-    for name, array in one.items():
-        np.testing.assert_array_equal(array, other[name], err_msg=name)
+    check_same_checkpoints(parts, divided)
 
 
 @pytest.mark.slow
 def test_a_run_moves_over_meshes_with_and_without_divided_rows(tiny_file, tmp_path):
     """Each leg restores what another mesh saved. All 20 steps are those of one device. Texts have the same scores."""
-    plain = command("jaxmnt.train", "--config", str(tiny_file), *ROWS, f"run.dir={tmp_path / 'plain'}")
-    assert plain.returncode == 0, plain.stderr
-    run = tmp_path / "run"
     legs = [
         (2, "mesh.context=4 mesh.fsdp=2", 7),
         (1, "mesh.fsdp=8", 13),
         (4, "mesh.context=2 mesh.model=2 mesh.pipeline=2 train.microbatch_size=4 mesh.allow_split_hosts=true", None),
     ]
-    for processes, overrides, stop in legs:
-        stops = [] if stop is None else [f"train.stop_after={stop}"]
-        result = launch(tiny_file, *ROWS, *overrides.split(), *stops, processes=processes, devices=8 // processes)
-        assert result.returncode == (0 if stop is None else 75), result.stderr
-    assert len(events(run, "restore")) == 2
-    np.testing.assert_allclose(losses(run), losses(tmp_path / "plain"), rtol=1e-5)
-    digests = [[line["batch_digest"] for line in metrics(path)] for path in (run, tmp_path / "plain")]
-    assert digests[0] == digests[1]
+    run = check_legs(tiny_file, tmp_path, ROWS, legs)
 
     lines = tmp_path / "lines.jsonl"
     lines.write_text("".join(json.dumps({"text": text}) + "\n" for text in ("ab cd", "a" * 50, "bcd")))

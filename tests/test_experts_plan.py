@@ -3,21 +3,15 @@
 from pathlib import Path
 
 import pytest
-from test_plan import hold_to_budget
+from test_plan import hold_to_budget, report_for_128_gpus
 
-from jaxmnt.config.load import load_config
-from jaxmnt.plan import budget
-from jaxmnt.plan.budget import make_report
 from jaxmnt.plan.chips import CHIPS
 from jaxmnt.plan.estimate import estimate
 from jaxmnt.plan.hlo import shapes_in
 from jaxmnt.plan.rates import rates_of
-from jaxmnt.plan.targets import gpu_devices
 from jaxmnt.plan.workload import model_shape, scheme_of
 from jaxmnt.plan.zero import resolve_zero
 from jaxmnt.telemetry.flops import token_flops
-from jaxmnt.training.build import build_spec
-from jaxmnt.training.compile import compile_step
 
 RECIPE = Path(__file__).resolve().parents[1] / "configs" / "qwen3-30b-a3b.yaml"
 H100 = CHIPS["h100"]
@@ -35,17 +29,14 @@ MESHES = [
 @pytest.mark.filterwarnings("ignore:Error reading persistent compilation cache")  # such programs cannot be loaded
 @pytest.mark.parametrize("overrides", MESHES)
 def test_the_program_of_128_gpus(overrides, monkeypatch):
-    compiled = []
-    monkeypatch.setattr(budget, "compile_step", lambda *given: compiled.append(compile_step(*given)) or compiled[-1])
-    config = load_config(RECIPE, overrides.split())
-    spec = build_spec(config, config.model.vocab_size, gpu_devices(H100, 16, 8), lambda d: str(d.process_index))
-    report = make_report(spec, lambda device: device.process_index, H100)
+    spec, report, text = report_for_128_gpus(RECIPE, overrides, monkeypatch)
+    config = spec.config
     hold_to_budget(spec, report)
 
     model, sizes = config.model, spec.placement.sizes
     experts = model.num_experts // (sizes["expert"] * sizes["model"])
     sides = {model.hidden_size, model.expert_size}
-    stacks = {shape[-3] for _, shape in shapes_in(compiled[0].as_text()) if len(shape) > 2 and {*shape[-2:]} == sides}
+    stacks = {shape[-3] for _, shape in shapes_in(text) if len(shape) > 2 and {*shape[-2:]} == sides}
     assert experts in stacks and max(stacks) == experts, "weights of experts are never gathered over expert or model"
 
     assert report["kernels"] == {"attention": "cudnn", "experts": "mosaic"}

@@ -21,7 +21,7 @@ from jaxmnt.errors import ConfigError, ExitCode
 from jaxmnt.models.contract import define
 from jaxmnt.models.registry import build_family
 from jaxmnt.parallel.layout import map_with_axes
-from jaxmnt.plan.budget import parameter_rows
+from jaxmnt.plan.report import parameter_rows
 from jaxmnt.plan.show import parameter_table
 from jaxmnt.train import train
 from jaxmnt.training.build import build_spec

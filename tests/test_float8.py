@@ -17,8 +17,9 @@ from jaxmnt.config.load import load_config
 from jaxmnt.errors import ConfigError, ExitCode
 from jaxmnt.models import float8
 from jaxmnt.models.float8 import BACKWARD, FORWARD, Float8, float8_products, power_of_two_scale, product, product_mode
-from jaxmnt.plan.budget import gathered_in_float8, make_report, notes
+from jaxmnt.plan.budget import gathered_in_float8
 from jaxmnt.plan.chips import CHIPS
+from jaxmnt.plan.report import make_report, notes
 from jaxmnt.plan.targets import gpu_devices
 from jaxmnt.telemetry.events import read_lines
 from jaxmnt.train import train

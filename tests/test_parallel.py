@@ -25,7 +25,7 @@ from jaxmnt.models.contract import define
 from jaxmnt.models.registry import build_family
 from jaxmnt.parallel.layout import map_with_axes
 from jaxmnt.parallel.sharding import build_mesh
-from jaxmnt.plan.budget import notes
+from jaxmnt.plan.report import notes
 from jaxmnt.training import engine
 from jaxmnt.training.build import build_spec, inference_spec
 from jaxmnt.training.compile import Program, compile_program, compile_step

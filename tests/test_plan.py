@@ -15,13 +15,14 @@ from conftest import ROOT, command, mostly_slow
 
 from jaxmnt.config.load import load_config, parse_config
 from jaxmnt.errors import ConfigError
-from jaxmnt.plan import budget
-from jaxmnt.plan.budget import ideal_state_bytes, make_report, minimum_traffic, small_traffic_bound
+from jaxmnt.plan import report as plan_report
+from jaxmnt.plan.budget import minimum_traffic, small_traffic_bound
 from jaxmnt.plan.chips import CHIPS, find_target
 from jaxmnt.plan.costs import Costs
 from jaxmnt.plan.dry_run import cluster_size, dry_run
 from jaxmnt.plan.hlo import Program, collective_of, shapes_in
 from jaxmnt.plan.rates import Rates, rates_of
+from jaxmnt.plan.report import ideal_state_bytes, make_report
 from jaxmnt.plan.show import _round_lines
 from jaxmnt.plan.targets import gpu_devices
 from jaxmnt.plan.timeline import replay_program
@@ -287,6 +288,19 @@ def test_the_rates_of_every_chip_are_known():
         assert rates.products["bfloat16"] > rates.products["float32"] > 0, chip.kind
 
 
+def report_for_128_gpus(recipe, overrides, monkeypatch):
+    """The spec, the report and the text of a program that is compiled for 16 hosts of 8 H100s."""
+    compiled = []
+    monkeypatch.setattr(
+        plan_report, "compile_step", lambda *given: compiled.append(compile_step(*given)) or compiled[-1]
+    )
+    config = load_config(recipe, overrides.split())
+    devices = gpu_devices(CHIPS["h100"], 16, 8)
+    spec = build_spec(config, config.model.vocab_size, devices, lambda device: str(device.process_index))
+    report = make_report(spec, lambda device: device.process_index, CHIPS["h100"])
+    return spec, report, compiled[0].as_text()
+
+
 def hold_to_budget(spec, report):
     """Bytes by kind and axis at most 1.05 of the least, and what has no budget small."""
     sent = Counter()
@@ -432,24 +446,19 @@ CLUSTER_MESHES = [
 @pytest.mark.parametrize("mesh", CLUSTER_MESHES, ids=" ".join)
 def test_the_program_of_128_gpus_keeps_to_its_budget(recipe, mesh, monkeypatch):
     """The real GPU program: what it sends, what it keeps, and that nothing whole is anywhere."""
-    compiled = []
-    monkeypatch.setattr(budget, "compile_step", lambda *given: compiled.append(compile_step(*given)) or compiled[-1])
-    config = load_config(ROOT / "configs" / f"{recipe}.yaml", list(mesh))
-    chip = CHIPS["h100"]
-    spec = build_spec(config, config.model.vocab_size, gpu_devices(chip, 16, 8), lambda d: str(d.process_index))
-    report = make_report(spec, lambda device: device.process_index, chip)
+    recipe_file = ROOT / "configs" / f"{recipe}.yaml"
+    spec, report, text = report_for_128_gpus(recipe_file, " ".join(mesh), monkeypatch)
+    config = spec.config
     hold_to_budget(spec, report)
     memory = report["memory"]
     assert memory["params"] + memory["optimizer"] <= 1.01 * ideal_state_bytes(spec)
-    assert memory["peak"] <= chip.memory
+    assert memory["peak"] <= CHIPS["h100"].memory
     step = report["timeline"]
     assert step["work_seconds"] > 3 and sum(one["exposed_seconds"] for one in report["collectives"]) == pytest.approx(
         step["exposed_seconds"], rel=1e-2
     )
     if not mesh:
         assert step["exposed_percent"] <= {"llama-8b": 3, "qwen-72b": 1}[recipe]
-    [step_of_the_report] = compiled
-    text = step_of_the_report.as_text()
     # Attention's output is kept with the products (dots), and computed again with whole layers (full).
     halves = 2 if spec.placement.overlap == "rows" else 1
     assert text.count('"__cudnn$fmhaSoftmax"') == halves * {"dots": 1, "full": 2}[config.train.remat]

@@ -42,6 +42,7 @@ from jaxmnt.models.attention_parts import (
 )
 from jaxmnt.models.blockwise import ATTENTION, ScoreOptions
 from jaxmnt.models.kernels import Kernel, attend
+from jaxmnt.parallel.chunks import halo_length
 from jaxmnt.parallel.collectives import gather_chunks, index_along, sum_and_scatter_chunks, with_backward
 from jaxmnt.parallel.sharding import Placement
 
@@ -107,7 +108,7 @@ class _Step(NamedTuple):
     chunk: int | Array
     """The index of the chunk with the queries, `EARLY` or `LATE`."""
     half: int | Array
-    """The half of the row with the keys, 0 or 1."""
+    """The half of the row with the keys, `EARLY` or `LATE`."""
     first_key: int | Array
     """The index of the first key among the gathered keys of that half."""
     num_keys: int
@@ -162,7 +163,7 @@ class RowPart(NamedTuple):
     def late_to_first_half(self) -> _Step:
         """Returns the step in which the late chunk attends to the first half of the row."""
         shared = self._shared_document(self.chunk_numbers()[LATE], 0, self.devices)
-        return _Step(LATE, 0, 0, self.devices * self.chunk_length, shared)
+        return _Step(LATE, EARLY, 0, self.devices * self.chunk_length, shared)
 
     def chunk_to_chunk(self, number: Array) -> _Step:
         """Returns one of the `steps`, numbered from 1, in which a chunk attends to one chunk of the same half."""
@@ -316,7 +317,7 @@ def _row_and_chunks(
     rank = index_along("length", placement)
     row = RowPart(placement.num_shards("length"), rank, q_BSHK.shape[1] // 2, segments_BL)
     q_2BCHK, k_2BCGK, v_2BCGK = map(_by_chunk, (q_BSHK, k_BSGK, v_BSGK))
-    gathered_k_2BLGK, gathered_v_2BLGK = (_gather(settings, x) for x in (k_2BCGK, v_2BCGK))
+    gathered_k_2BLGK, gathered_v_2BLGK = (gather_chunks(x, placement, 2) for x in (k_2BCGK, v_2BCGK))
     return row, Chunks(q_2BCHK, k_2BCGK, v_2BCGK, gathered_k_2BLGK, gathered_v_2BLGK, sinks_H)
 
 
@@ -355,11 +356,6 @@ def _attend(
     return total.a_BLHK, (q_BSHK, k_BSGK, v_BSGK, segments_BL, sinks_H, total)
 
 
-def _gather(settings: _Settings, x_2BCGK: Array) -> Array:
-    """Returns the chunks of all devices (`Chunks.gathered_k_2BLGK`)."""
-    return gather_chunks(x_2BCGK, settings.placement, 2)
-
-
 # -- within a window
 
 
@@ -390,11 +386,11 @@ class _Halo:
 
     def __init__(self, rows: DividedRows, chunk_length: int, window: int):
         self._rows, self._chunk_length = rows, chunk_length
-        rank = index_along("length", rows.placement)
-        self._numbers = RowPart(rows.devices, rank, chunk_length, None).chunk_numbers()
-        chunks = -(-window // chunk_length)
-        self._is_within_chunk = chunks == 1
-        self._halo_length = window if self._is_within_chunk else chunks * chunk_length
+        self._row = RowPart(rows.devices, index_along("length", rows.placement), chunk_length, rows.segments_BL)
+        self._numbers = self._row.chunk_numbers()
+        halo = halo_length(window, chunk_length, 2 * rows.devices * chunk_length)
+        assert halo is not None, "the caller handles a window that is the row"
+        self._halo_length = halo
         # The numbers of halo tokens that do not exist, because the row begins later.
         self._missing = [jnp.maximum(self._halo_length - number * chunk_length, 0) for number in self._numbers]
 
@@ -404,7 +400,7 @@ class _Halo:
 
     def of(self, x_2BC: Array) -> list[Array]:
         """Returns the halos of both chunks. They are arbitrary before the start of the row."""
-        if not self._is_within_chunk:
+        if self._halo_length > self._chunk_length:
             chunks_2BL = gather_chunks(x_2BC, self._rows.placement, 2, self._rows.reduce_dtype)
             return self._from_whole_rows(self._in_order(chunks_2BL))
         tails_2BT = gather_chunks(x_2BC[:, :, -self._halo_length :], self._rows.placement, 2)
@@ -412,13 +408,11 @@ class _Halo:
 
     def segments(self) -> Array | None:
         """Returns the segments of both chunks with their halos; None if documents need not be kept apart."""
-        segments_BL = self._rows.segments_BL
-        if segments_BL is None:
+        segments_2BC = self._row.own_segments()
+        if segments_2BC is None:
             return None
-        chunk = lambda number: jax.lax.dynamic_slice_in_dim(
-            segments_BL, number * self._chunk_length, self._chunk_length, axis=1
-        )
-        return self.before(jnp.stack(list(map(chunk, self._numbers))), self._from_whole_rows(segments_BL))
+        assert self._rows.segments_BL is not None
+        return self.before(segments_2BC, self._from_whole_rows(self._rows.segments_BL))
 
     def before(self, x_2BC: Array, halos: list[Array]) -> Array:
         """Returns both chunks behind their halos. Halo tokens that do not exist come last instead."""

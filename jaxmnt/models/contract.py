@@ -58,8 +58,6 @@ class LayerContext(NamedTuple):
     """int32 positions, which count from 0 in each document; [1, L] if all rows have the same positions."""
     segments_BL: Array | None
     """int32 numbers, equal for tokens of the same document; None if documents need not be kept apart."""
-    row_segments_BL: Array | None
-    """The segments of whole rows, of which `segments_BL` has this device's part; None unless the mesh divides rows."""
     is_real_BL: Array
     """False for padding."""
     targets_per_token: Array
@@ -72,8 +70,8 @@ class LayerContext(NamedTuple):
     """A random key for each row, for this layer and step; None without dropout and during evaluation."""
     kernel: Kernel
     placement: Placement
-    reduce_dtype: jnp.dtype
-    """The dtype in which devices exchange gradients of weights, and those of the keys and values of divided rows."""
+    divided_rows: DividedRows | None
+    """The division of rows, if the mesh divides them; else None."""
     attention_calls: list[None]
     """A list to which each call of `attend` adds an entry. The step refuses layers without a call if the mesh divides
     rows."""
@@ -92,9 +90,8 @@ class LayerContext(NamedTuple):
         self.attention_calls.append(None)
         if self.cache is not None:
             return self.cache.attend(q_BLHK, k_BLGK, v_BLGK, self.kernel, **options)
-        if self.placement.num_shards("length") > 1:
-            rows = DividedRows(self.placement, self.reduce_dtype, self.row_segments_BL)
-            return attend_across_devices(q_BLHK, k_BLGK, v_BLGK, rows, self.kernel, **options)
+        if self.divided_rows is not None:
+            return attend_across_devices(q_BLHK, k_BLGK, v_BLGK, self.divided_rows, self.kernel, **options)
         return attend(q_BLHK, k_BLGK, v_BLGK, self.segments_BL, self.kernel, **options)
 
 

@@ -62,6 +62,12 @@ def num_microbatches(config: Config, sizes: Mapping[str, int]) -> int:
     return shard_rows // (config.train.microbatch_size or shard_rows)
 
 
+def length_divisor(devices: int, pieces: int) -> int:
+    """Returns the number of which the length of rows must be a multiple, if so many `devices` share a row and their
+    parts are divided into so many `pieces` between layers. Devices that share rows have two chunks of each."""
+    return (2 * devices if devices > 1 else 1) * pieces
+
+
 def mesh_for_generation(mesh: Mesh, sizes: Mapping[str, int]) -> Mesh:
     """Returns a mesh of the same devices for generation, which needs whole rows and all layers on each device. The
     devices along the axes that split layers or the length move to an axis that splits weights."""

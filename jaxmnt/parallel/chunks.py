@@ -29,6 +29,14 @@ def row_order(length: int, devices: int) -> np.ndarray:
     return np.argsort(device_order(length, devices))
 
 
+def halo_length(window: int | None, chunk_length: int, row_length: int) -> int | None:
+    """Returns the number of tokens before a chunk that are computed together with it in a layer with a window: the
+    window, or as many whole chunks as it reaches if it is wider than a chunk. None if the window is the row."""
+    if window is None or window >= row_length:
+        return None
+    return window if window <= chunk_length else -(-window // chunk_length) * chunk_length
+
+
 def whole_rows(x_BL: Array, placement: Placement) -> Array | None:
     """Returns an array of whole rows in their order, from this device's part of the rows; None if the mesh does not
     divide rows."""

@@ -24,7 +24,7 @@ from jaxmnt.config.mesh import (
 )
 from jaxmnt.config.schema import Config
 from jaxmnt.errors import ConfigError
-from jaxmnt.parallel.axes import num_microbatches, resolve_sizes
+from jaxmnt.parallel.axes import length_divisor, num_microbatches, resolve_sizes
 
 HostOf = Callable[[jax.Device], str]
 """A function that returns the name of a device's machine."""
@@ -172,8 +172,7 @@ class Placement:
     @property
     def row_divisor(self) -> int:
         """The number of which a row's length must be a multiple, so that each device has two chunks of the row."""
-        devices = self.num_shards("length")
-        return 2 * devices if devices > 1 else 1
+        return length_divisor(self.num_shards("length"), 1)
 
     @property
     def batch_shards(self) -> int:
@@ -359,7 +358,7 @@ def _check_divisible(config: Config, placement: Placement) -> None:
 
 def _check_length(length: int, placement: Placement) -> None:
     """Raises `ConfigError` if rows of this length cannot be divided among the devices."""
-    divisor = placement.row_divisor * placement.num_shards("sequence")
+    divisor = length_divisor(placement.num_shards("length"), placement.num_shards("sequence"))
     if length % divisor == 0:
         return
     mesh_axes = (*placement.mesh_axes("length"), *placement.mesh_axes("sequence"))

@@ -16,6 +16,7 @@ from jaxmnt.config.mesh import (
     axes_that_split,
 )
 from jaxmnt.config.schema import Config
+from jaxmnt.parallel.axes import length_divisor
 from jaxmnt.plan.chips import Network
 
 REMATS = ("none", "dots", "full")
@@ -161,9 +162,8 @@ def _can_split_length(config: Config, sizes: dict[str, int]) -> bool:
     parts, pieces = (
         math.prod(sizes.get(axis, 1) for axis in axes_that_split(dimension)) for dimension in ("length", "features")
     )
-    if parts == 1:
-        return length % pieces == 0
-    return length % (2 * parts * pieces) == 0 and length >= parts * _MIN_PART_OF_ROW
+    is_long_enough = parts == 1 or length >= parts * _MIN_PART_OF_ROW
+    return length % length_divisor(parts, pieces) == 0 and is_long_enough
 
 
 def _is_mostly_idle(candidate: Candidate) -> bool:

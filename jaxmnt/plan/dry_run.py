@@ -87,8 +87,8 @@ def _plan(config: Config, options: argparse.Namespace, work: Work) -> str:
     devices, hosts, chip, network = _target_devices(config, options)
     config, vocab = with_vocabulary(config)
 
-    from jaxmnt.plan.budget import make_report
     from jaxmnt.plan.rates import rates_of
+    from jaxmnt.plan.report import make_report
     from jaxmnt.plan.show import plan_text
     from jaxmnt.plan.zero import resolve_zero
     from jaxmnt.training.build import build_spec

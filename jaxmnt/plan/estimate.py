@@ -369,9 +369,9 @@ class Step:
         return scheme.chunk_tokens + (scheme.halo(layer.attention) or 0)
 
     def merge_seconds(self, layer: LayerCosts, *, backward: bool) -> float:
-        """Returns the time to merge the results of attention to parts of the keys, if rows are divided: the bytes of
-        context + 1 results for C = L / (2 context) queries each, of which a merge reads and writes a float32 sum and
-        reads an addend. Backward adds the gradients of keys and values of 2 context - 1 chunks as well."""
+        """Returns the time to merge the results of attention to parts of the keys, if rows are divided. There are
+        `context` merges for C = L / (2 context) queries each, which read and write a float32 sum and read an addend.
+        Backward adds the gradients of keys and values of 2 context - 1 chunks as well."""
         scheme, shape = self.scheme, layer.attention
         if scheme.context == 1 or scheme.halo(shape) is not None:
             return 0.0

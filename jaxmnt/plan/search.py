@@ -15,13 +15,13 @@ from jaxmnt.models.contract import define
 from jaxmnt.models.experts import EXPERT_ROUND
 from jaxmnt.models.registry import build_family
 from jaxmnt.parallel.sharding import Overlap
-from jaxmnt.plan.budget import make_report
 from jaxmnt.plan.candidates import Candidate, candidates, precision_setting
 from jaxmnt.plan.chips import Chip, Network
 from jaxmnt.plan.estimate import Estimate, estimate, uses_float8
 from jaxmnt.plan.memory import Memory, ResidualBytes, estimate_memory
 from jaxmnt.plan.predict import Prediction
 from jaxmnt.plan.rates import Rates
+from jaxmnt.plan.report import make_report
 from jaxmnt.plan.targets import gpu_devices
 from jaxmnt.plan.workload import Scheme, model_shape, schedule_of
 from jaxmnt.plan.zero import USABLE_SHARE
@@ -64,7 +64,7 @@ class Plan:
     limit: int
     """Usable bytes of a device."""
     report: dict[str, Any]
-    """The report of `budget.make_report`."""
+    """The report of `report.make_report`."""
 
     @property
     def seconds(self) -> float:

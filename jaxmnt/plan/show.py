@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxmnt.config.mesh import AXES
 from jaxmnt.errors import counted
-from jaxmnt.plan.budget import Report
+from jaxmnt.plan.report import Report
 from jaxmnt.plan.zero import ZeroChoice
 from jaxmnt.telemetry.progress import TableRows, table
 from jaxmnt.training.spec import StepSpec

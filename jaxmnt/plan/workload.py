@@ -4,12 +4,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxmnt.config.mesh import MESH_AXES
+from jaxmnt.config.schema import Train
 from jaxmnt.models.blockwise import ATTENTION
 from jaxmnt.models.contract import AttentionShape, Definition, LayerCosts, Product
 from jaxmnt.models.experts import EXPERT_ROUND
+from jaxmnt.parallel.chunks import halo_length
 from jaxmnt.parallel.sharding import Overlap
 from jaxmnt.training.memory_suggestions import residual_bytes
 from jaxmnt.training.pipeline_schedule import PipelineSchedule
+from jaxmnt.training.remat import recomputes_layers
 from jaxmnt.training.spec import StepSpec
 
 
@@ -132,15 +135,12 @@ class Scheme:
     def halo(self, attention: AttentionShape) -> int | None:
         """Returns the number of tokens before each chunk that are computed with it, because the layer has a window and
         rows are divided; None if these do not apply (`models.context_parallel`)."""
-        if self.context == 1 or attention.window is None or attention.window >= self.length:
-            return None
-        chunk = self.chunk_tokens
-        return attention.window if attention.window <= chunk else -(-attention.window // chunk) * chunk
+        return None if self.context == 1 else halo_length(attention.window, self.chunk_tokens, self.length)
 
     @property
     def keeps_halos(self) -> bool:
         """True if forward keeps the rows of chunks and their halos for backward."""
-        return self.remat in ("none", "attention")
+        return not recomputes_layers(self.remat)
 
     def row_keys(self, attention: AttentionShape) -> float:
         """Returns the number of numbers in the keys and values of a device's heads, in all tokens of a microbatch's
@@ -173,13 +173,18 @@ def scheme_of(spec: StepSpec) -> Scheme:
         chunks=schedule.chunks,
         expert_round=config.model.expert_round or EXPERT_ROUND,
         remat=config.train.remat if config.train.remat != "names" else "full",
-        keeps_attention=ATTENTION in (*config.train.remat_save, *config.train.remat_offload),
+        keeps_attention=ATTENTION in _saved_names(config.train),
         dtype=spec.dtype.name if spec.float8 is None else "float8",
         float8_least=config.train.float8_least,
         overlap=spec.placement.overlap,
         residual_bytes=residual_bytes(spec) * schedule.chunks / fields["slots"],
         **fields,
     )
+
+
+def _saved_names(train: Train) -> list[str]:
+    """Returns the names of the activations that the config saves, on the device or in host memory."""
+    return train.remat_offload + (train.remat_save if train.remat == "names" else [])
 
 
 def schedule_of(schedule: PipelineSchedule) -> dict[str, Any]:

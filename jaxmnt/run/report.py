@@ -20,8 +20,8 @@ from jaxmnt.distributed.gpu_settings import SHOWN_VARIABLES
 from jaxmnt.distributed.malloc import missing_huge_pages
 from jaxmnt.distributed.process_group import software
 from jaxmnt.errors import counted
-from jaxmnt.plan.budget import notes
 from jaxmnt.plan.estimate import expected_step
+from jaxmnt.plan.report import notes
 from jaxmnt.run.changes import rate_change, steps_make_jump
 from jaxmnt.run.values import OpenedRun
 from jaxmnt.telemetry.progress import StatusLine

@@ -13,7 +13,7 @@ from jaxmnt.errors import ConfigError, suggest
 from jaxmnt.models.contract import Definition, define
 from jaxmnt.models.experts import choose_method
 from jaxmnt.models.registry import build_family
-from jaxmnt.parallel.axes import num_microbatches, resolve_sizes
+from jaxmnt.parallel.axes import length_divisor, num_microbatches, resolve_sizes
 from jaxmnt.parallel.layout import EMPTY_SLOT, Dimension, Layout, pad_dimension
 from jaxmnt.parallel.sharding import (
     RULES,
@@ -28,7 +28,7 @@ from jaxmnt.parallel.sharding import (
 from jaxmnt.training.loss import load_loss
 from jaxmnt.training.optimizer import build_optimizer
 from jaxmnt.training.pipeline_schedule import PipelineSchedule, build_schedule, unit_slots
-from jaxmnt.training.remat import NAMES
+from jaxmnt.training.remat import NAMES, recomputes_layers
 from jaxmnt.training.spec import Slots, StepSpec, resolve_precision
 from jaxmnt.training.state import HOST_MEMORY, abstract_state
 from jaxmnt.training.trained import trained_axes
@@ -48,10 +48,10 @@ def inference_spec(
     sizes = resolve_sizes(mesh, len(devices))
     # The smallest batch size and length that the mesh can split. Callers pass arrays of other shapes.
     rows = math.prod(sizes[axis] for axis in BATCH_AXES)
-    length = 2 * math.prod(sizes[axis] for axis in (*RULES["length"], *RULES["sequence"]))
+    length = length_divisor(*(math.prod(sizes[axis] for axis in RULES[name]) for name in ("length", "sequence")))
     settings = {
         "data.global_batch_size": rows,
-        "data.sequence_length": length,
+        "data.sequence_length": max(2, length),
         "train.microbatch_size": None,
         "train.loss": None,
         "model.attention": "xla",
@@ -164,7 +164,7 @@ def _check_memory_options(config: Config, placement: Placement) -> None:
             )
     if train.remat == "names" and not (train.remat_save or train.remat_offload):
         raise ConfigError(f"train.remat_save: train.remat=names requires names to save; set some of {', '.join(NAMES)}")
-    if train.remat_offload and train.remat in ("none", "attention"):
+    if train.remat_offload and not recomputes_layers(train.remat):
         raise ConfigError("train.remat_offload: requires train.remat=dots, names or full; set one of them")
     if train.remat_offload and placement.stages > 1:
         raise ConfigError("train.remat_offload: not supported with a pipeline; remove it")

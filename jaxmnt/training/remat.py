@@ -28,6 +28,12 @@ its rows are longer in layers with a window (`models.context_parallel`). The out
 whole_sequence are the gathered inputs of attention and MLP, [B, L, D]."""
 
 
+def recomputes_layers(remat: str) -> bool:
+    """Returns True if backward computes parts of layers again under this policy. Attention kernels keep no scores under
+    any policy, so `attention` equals `none`."""
+    return remat not in ("none", "attention")
+
+
 class LayerHalf(NamedTuple):
     """A half of a layer. Its forward gathers the input over the length and scatters the output, and its backward runs
     the transposes."""
@@ -38,7 +44,7 @@ class LayerHalf(NamedTuple):
     def collectives(self, remat: str) -> tuple[int, int]:
         """Returns how often each microbatch gathers and scatters in this half under a remat policy. For `names` the
         counts are upper bounds."""
-        gathers_again = remat not in ("none", "attention")
+        gathers_again = recomputes_layers(remat)
         scatters_again = gathers_again and remat != "dots" and self.output_is_used_inside
         return 2 + gathers_again, 2 + scatters_again
 
@@ -64,7 +70,7 @@ def rematerialise(layer: Callable[..., Any], train: Train) -> Callable[..., Any]
     """Applies the policy of `train.remat` to a layer, and keeps the activations named in `train.remat_offload` in host
     memory. No attention kernel keeps the scores, so the policy `attention` equals `none`."""
     policies, remat = jax.checkpoint_policies, train.remat
-    if remat in ("none", "attention"):
+    if not recomputes_layers(remat):
         return layer
     is_offloaded = _save_names_policy(train.remat_offload)
     saved_names = {"dots": [PROJECTED, SCATTERED, ATTENTION], "names": train.remat_save, "full": []}[remat]

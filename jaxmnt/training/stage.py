@@ -13,6 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxmnt.errors import ConfigError
 from jaxmnt.models.cache import Cache
+from jaxmnt.models.context_parallel import DividedRows
 from jaxmnt.models.contract import LayerContext, LayerGroup, LayerOutput, Params
 from jaxmnt.models.float8 import RecordedProduct, float8_products, record_products
 from jaxmnt.models.rotary import Angles
@@ -339,13 +340,16 @@ class Layers:
         if keys is not None:
             keys = jax.vmap(lambda key: jax.random.fold_in(key, layer_index))(keys)
         layer = spec.definition.layer(self._group, pattern_index, weights, buffers)
+        divided_rows = None
+        if spec.placement.num_shards("length") > 1:
+            divided_rows = DividedRows(spec.placement, spec.reduce_dtype, rows.row_segments)
         context = LayerContext(
-            rows.positions, rows.segments, rows.row_segments, rows.is_real, rows.targets_per_token, rows.rotary, keys,
-            spec.kernel, spec.placement, spec.reduce_dtype, [], cache,
+            rows.positions, rows.segments, rows.is_real, rows.targets_per_token, rows.rotary, keys, spec.kernel,
+            spec.placement, divided_rows, [], cache,
         )  # fmt: skip
         with float8_products(spec.float8):
             output = _check_output(layer(x_BSD, context), x_BSD)
-        if spec.placement.num_shards("length") > 1 and not context.attention_calls:
+        if divided_rows is not None and not context.attention_calls:
             raise ConfigError(
                 f"mesh.context: a layer of {spec.config.model.family} does not call LayerContext.attend, which alone "
                 "reaches the tokens of other devices; set mesh.context=1, or call it in each layer"
