@@ -34,15 +34,28 @@ def main(arguments: list[str]) -> int:
     except ImportError as error:
         raise ConfigError(f"this needs the harness; {how_to_install('lm_eval')}") from error
 
-    manager = TaskManager(include_path=None if options.include is None else str(options.include))
+    class Tasks(TaskManager):
+        """The harness's tasks. Those that the model's mesh cannot run are refused when they are loaded, which is before
+        the harness runs the first of them."""
+
+        def load(self, task_list: Any) -> Any:
+            from jaxmnt.training.inference import check_generation
+
+            loaded = super().load(task_list)
+            if any(task.get_config("output_type") == "generate_until" for task in loaded["tasks"].values()):
+                check_generation(model.spec.placement.num_shards("length"))
+            return loaded
+
+    manager = Tasks(include_path=None if options.include is None else str(options.include))
     names = options.tasks.split(",")
     if unknown := [name for name in names if not manager.match_tasks([name])]:
         raise ConfigError(f"--tasks: {printable(unknown[0])} is not known; name its folder with --include")
     selected = find_model(options.run, options.tokenizer)
-    model = adapter(selected, selected.load(options.overrides), options.batch, chat=options.chat)
+    model = selected.load(options.overrides)
     results = lm_eval.simple_evaluate(
-        model=model, tasks=names, task_manager=manager, num_fewshot=options.shots,
-        limit=options.limit, apply_chat_template=options.chat, bootstrap_iters=options.bootstrap, verbosity="ERROR",
+        model=adapter(selected, model, options.batch, chat=options.chat), tasks=names, task_manager=manager,
+        num_fewshot=options.shots, limit=options.limit, apply_chat_template=options.chat,
+        bootstrap_iters=options.bootstrap, verbosity="ERROR",
     )  # fmt: skip
     if options.json:
         print(json_text({"results": results["results"], "versions": results["versions"]}, sort_keys=True))

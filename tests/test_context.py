@@ -1,5 +1,6 @@
 """Rows that are divided among devices (`mesh.context`): attention against float64, and the same numbers on any mesh."""
 
+import functools
 import itertools
 import math
 import re
@@ -27,10 +28,11 @@ from jaxmnt.parallel.chunks import device_order, places_in_row, row_order, whole
 from jaxmnt.parallel.sharding import Placement, build_mesh
 from jaxmnt.plan.hlo import shapes_in
 from jaxmnt.plan.report import notes
-from jaxmnt.training.build import build_spec
+from jaxmnt.training.build import build_spec, inference_spec
 from jaxmnt.training.compile import compile_step
+from jaxmnt.training.inference import row_logits
 from jaxmnt.training.memory_suggestions import residual_bytes
-from jaxmnt.training.state import abstract_state
+from jaxmnt.training.state import abstract_state, canonical_abstract
 
 ROWS, LENGTH, HEADS, GROUPS, WIDTH = 2, 96, 4, 2, 8
 
@@ -441,6 +443,19 @@ def test_the_memory_of_long_rows_is_divided(remat, record_property):
     assert divided <= 1.1 * formula
     assert divided <= whole / 6 and divided_residuals <= whole_residuals / 6
     assert not [shape for shape in shapes if sum(size >= length // devices for size in shape) > 1]
+
+
+@pytest.mark.slow
+def test_no_device_holds_the_logits_of_whole_rows():
+    """Not while they are put in the row's own order, either."""
+    length, vocab = 4096, 3000
+    chosen = test_parallel.config(model=LONG_MODEL | {"vocab_size": vocab}, train={"precision": "float32"})
+    spec = inference_spec(chosen, vocab, Mesh(data=1, context=8), jax.devices())
+    state = canonical_abstract(spec, abstract_state(spec))
+    tokens = jax.ShapeDtypeStruct((1, length), np.int32)
+    program = jax.jit(functools.partial(row_logits, spec)).lower(state["params"], {}, tokens).compile()
+    shapes = {shape for _, shape in shapes_in(program.as_text())}
+    assert max(math.prod(shape) for shape in shapes if vocab in shape) == length // 8 * vocab
 
 
 @pytest.mark.slow

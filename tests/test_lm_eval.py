@@ -55,6 +55,18 @@ def test_a_task_of_ones_own(moved, task, capsys, monkeypatch):
         lm_eval.main([*command[:3], "nothing_such"])
 
 
+def test_a_task_that_generates_is_refused_where_devices_share_rows(moved, task, capsys, monkeypatch):
+    monkeypatch.setenv("HF_HOME", str(task / "cache"))
+    text = (
+        (task / "questions.yaml").read_text().replace("multiple_choice", "generate_until").replace("acc", "exact_match")
+    )
+    (task / "answers.yaml").write_text(text.replace("task: questions", "task: answers"))
+    command = ["--run", str(run(moved)), "--include", str(task), "--json", "mesh.context=2"]
+    monkeypatch.setattr("jaxmnt.lm_eval.scores", lambda *_: pytest.fail("it ran a task before it refused"))
+    with pytest.raises(ConfigError, match=r"^mesh\.context: generation needs whole rows"):
+        lm_eval.main([*command, "--tasks", "questions,answers"])
+
+
 def loaded(moved):
     return find_model(str(run(moved)), None).load(["mesh.data=1"] if len(jax.devices()) == 1 else [])
 

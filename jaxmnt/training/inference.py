@@ -42,16 +42,19 @@ def row_logits(spec: StepSpec, params: Params, buffers: Params, tokens_BL: Array
     by the number of batch shards. Callers jit this function.
     """
 
-    def logits(params: Params, buffers: Params, tokens_BL: Array) -> Array:
-        return EmbedAndHead(spec, Weights(spec, params)).logits(_last_layer_output(spec, params, buffers, tokens_BL))
+    def logits(params: Params, _buffers: Params, y_BLD: Array) -> Array:
+        return EmbedAndHead(spec, Weights(spec, params)).logits(y_BLD)
 
     axes = (spec.definition.axes, spec.definition.buffer_axes)
     weights = map_with_axes(spec.layout.to_device_layout, (params, buffers), axes)
-    order = _ColumnOrder(spec, tokens_BL.shape[1])
+    order, output_axes = _ColumnOrder(spec, tokens_BL.shape[1]), ("batch", "length", None)
     tokens_BL = order.of_devices(tokens_BL)
-    logit_axes = ("batch", "length", "vocab")
-    logits_BLV = _on_mesh(spec, logits, [("batch", "length")], logit_axes, *weights, tokens_BL)
-    return order.of_rows(logits_BLV, logit_axes)[..., : spec.data_vocab_size]
+    layers = functools.partial(_last_layer_output, spec)
+    y_BLD = _on_mesh(spec, layers, [("batch", "length")], output_axes, *weights, tokens_BL)
+    # The columns are put in order before the head, because XLA moves them through whole rows on each device.
+    y_BLD = order.of_rows(y_BLD, output_axes)
+    logits_BLV = _on_mesh(spec, logits, [output_axes], ("batch", "length", "vocab"), *weights, y_BLD)
+    return logits_BLV[..., : spec.data_vocab_size]
 
 
 class _ColumnOrder:
