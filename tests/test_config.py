@@ -285,6 +285,8 @@ def test_every_key_is_documented_and_in_the_schema():
             "data.grain": "Grain",
             "data.sources.NAME.grain": "Grain",
             "model.rope_scaling": "RopeScaling",
+            "optimizer.muon": "Muon",
+            "optimizer.average": "Average",
         },
     )
     for key, field in fields_by_key().items():

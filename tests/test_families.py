@@ -375,7 +375,7 @@ def test_a_bad_step_leaves_buffers_alone():
 RULES = {
     "frozen": ["embedding.*", "layers.attention.key"],
     "rules": [
-        {"pattern": "layers.mlp.*", "kind": "muon", "learning_rate_factor": 20.0},
+        {"pattern": "layers.mlp.*", "kind": "muon", "learning_rate_factor": 2.0},
         {"pattern": "*attention.output", "weight_decay": 0.0},
     ],
 }

@@ -326,10 +326,12 @@ MESHES = [
     ({"fsdp": 2, "model": 4, "overlap": "ring"}, "dots"),
     ({"fsdp": 2, "model": 4, "overlap": "ring"}, "full"),
     ({"fsdp": 2, "model": 4, "overlap": "rows"}, "dots"),
+    ({"fsdp": 2, "model": 4, "optimizer": "muon"}, "none"),
+    ({"pipeline": 2, "fsdp": 4, "optimizer": "muon"}, "full"),
 ]
 
 
-@pytest.mark.parametrize(("mesh", "remat"), mostly_slow({0, 5, 9}, MESHES), ids=str)
+@pytest.mark.parametrize(("mesh", "remat"), mostly_slow({0, 5, 9, 12}, MESHES), ids=str)
 def test_no_more_is_sent_than_the_scheme_needs(mesh, remat):
     """On virtual devices, where all is float32."""
     chosen = parse_config(
@@ -343,7 +345,8 @@ def test_no_more_is_sent_than_the_scheme_needs(mesh, remat):
                 "precision": "float32", "microbatch_size": 2 if mesh.get("overlap") == "rows" else 1, "remat": remat,
                 "loss_chunk_mib": 1,
             },
-            "mesh": {axis: size for axis, size in mesh.items() if axis != "overlap"},
+            "mesh": {axis: size for axis, size in mesh.items() if axis not in ("overlap", "optimizer")},
+            "optimizer": {"kind": mesh.get("optimizer", "adamw")},
         }
     )  # fmt: skip
     spec = build_spec(chosen, 512, jax.devices())

@@ -1,4 +1,4 @@
-"""python -m jaxmnt.checkpoint list|verify|show|diff|export: inspects checkpoints, on any machine.
+"""python -m jaxmnt.checkpoint list|verify|show|diff|export|average: inspects checkpoints, on any machine.
 
 Name a checkpoint as RUN@STEP, RUN@best (the lowest held-out loss), RUN (its newest valid checkpoint) or by its own
 directory. RUN is a run directory, or the folder or gs:// address of checkpoint.dir.
@@ -56,6 +56,13 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     export_command.add_argument(
         "--file-gb", type=float, default=5.0, help="approximate size of each file in gigabytes (default: 5)"
     )
+    average_command = add_command("average", "write the average of checkpoints as a run of its own")
+    average_command.add_argument(
+        "checkpoint",
+        metavar="RUN@STEP,…",
+        help="steps whose parameters are averaged; with one step, the average of the run itself (optimizer.average)",
+    )
+    average_command.add_argument("output", type=Path, metavar="FOLDER", help="a new folder")
     return parser.parse_args(arguments)
 
 

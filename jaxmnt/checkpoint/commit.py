@@ -22,7 +22,7 @@ from typing import Any
 from jaxmnt import storage
 from jaxmnt.checkpoint import manifest as manifests
 from jaxmnt.checkpoint.manifest import DamagedError, Manifest
-from jaxmnt.config.load import parse_config
+from jaxmnt.config.load import parse_config, with_settings_of_its_time
 from jaxmnt.config.schema import Config
 from jaxmnt.errors import UserError, printable
 from jaxmnt.storage import StoragePath
@@ -50,7 +50,7 @@ class Committed:
     @property
     def config(self) -> Config:
         """The run's config when the checkpoint was written. Raises `ConfigError` if this version cannot read it."""
-        return parse_config(self.manifest.config, f"the config in {self.path}")
+        return parse_config(with_settings_of_its_time(self.manifest.config), f"the config in {self.path}")
 
 
 def step_of(name: str) -> int | None:

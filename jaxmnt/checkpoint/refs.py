@@ -30,6 +30,8 @@ from jaxmnt.storage import StoragePath, is_link, is_there, read, storage_path
 
 CHECKPOINTS = "checkpoints"
 RUN_FILE = "run.json"
+HUGGING_FACE_SUBFOLDER = "huggingface"
+"""Folder of a run with the files that came with a model from Hugging Face."""
 _HUGGING_FACE_FILE = "config.json"
 """A file that exists in the folder of a Hugging Face model, but not in a run directory."""
 BEST = "best"

@@ -6,12 +6,13 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from jaxmnt.checkpoint.average import write_average
 from jaxmnt.checkpoint.commit import open_checkpoint, step_directories, unfinished_activity, unreachable_steps
 from jaxmnt.checkpoint.export import export, verify
 from jaxmnt.checkpoint.manifest import DamagedError, to_plain
-from jaxmnt.checkpoint.refs import CHECKPOINTS, checkpoint_root_of, find, locate, run_id, tokenizer_of
+from jaxmnt.checkpoint.refs import CHECKPOINTS, checkpoint_root_of, find, locate, roots_of, run_id, tokenizer_of
 from jaxmnt.config.describe import RESUME_LABELS, changes
-from jaxmnt.errors import ConfigError, ExitCode, printable
+from jaxmnt.errors import ConfigError, ExitCode, counted, printable
 from jaxmnt.output import progress
 from jaxmnt.storage import StoragePath, is_link
 from jaxmnt.strict_json import json_text
@@ -161,6 +162,19 @@ def _export(options: argparse.Namespace) -> int:
     return ExitCode.FINISHED
 
 
+def _average(options: argparse.Namespace) -> int:
+    """Averages the checkpoints of the steps that the command line lists."""
+    run, separator, steps = options.checkpoint.rpartition("@")
+    texts = [f"{run}@{step}" for step in steps.split(",")] if separator and "," in steps else [options.checkpoint]
+    checkpoints = [find(text, "checkpoint") for text in texts]
+    if len({checkpoint.path for checkpoint in checkpoints}) < len(checkpoints):
+        raise ConfigError(f"checkpoint: {options.checkpoint} names a step twice; name each once")
+    path = write_average(checkpoints, roots_of(texts[-1], checkpoints[-1]), options.output, progress)
+    progress("")
+    print(f"{path}: {counted(len(checkpoints), 'checkpoint', 'checkpoints')} averaged")
+    return ExitCode.FINISHED
+
+
 def _describe_link(path: StoragePath) -> str:
     """Describes where a step that is a symbolic link leads; empty for other steps."""
     return f"a link to {path.readlink()}" if isinstance(path, Path) and is_link(path) else ""
@@ -186,4 +200,5 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "show": _show,
     "diff": _diff,
     "export": _export,
+    "average": _average,
 }

@@ -7,7 +7,7 @@ from typing import Any, Literal, Self
 import yaml
 from pydantic import field_validator, model_validator
 
-from jaxmnt.config.section import Section, breaking_key, key, maths_key
+from jaxmnt.config.section import OwnValue, Section, breaking_key, key, maths_key
 from jaxmnt.errors import printable, suggest
 
 
@@ -70,6 +70,7 @@ class Model(Section):
     family: str = breaking_key(
         "llama", "Architecture: a name that docs/models.md lists, or the dotted path of a class."
     )
+    options: dict[str, OwnValue] = breaking_key({}, "Settings of a family of your own.")
     preset: str | None = key(None, "Published model whose settings become the defaults; docs/models.md lists them.")
     vocab_size: int | None = breaking_key(
         None, "Rows of the embedding. Default: the vocabulary of the data, rounded up to a multiple of 64.", ge=2

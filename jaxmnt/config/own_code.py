@@ -1,14 +1,24 @@
-"""Imports user code that a config names by a dotted path, and attributes errors to it."""
+"""Imports user code that a config names by a dotted path, gives it its settings, and attributes errors to it."""
 
+import dataclasses
+import hashlib
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar, get_type_hints
+
+from pydantic import TypeAdapter, ValidationError
 
 from jaxmnt.config.schema import Config
-from jaxmnt.errors import ConfigError, UserError, printable, summary
+from jaxmnt.errors import ConfigError, UserError, printable, suggest, summary
+
+T = TypeVar("T")
+
+_LIBRARIES = {"jaxmnt", "jax", "optax", "flax", "grain"}
+"""Packages that are not the user's own, although a config may name something in them."""
 
 
 def import_dotted(path: str, key: str, expected: str) -> Any:
@@ -26,17 +36,71 @@ def import_dotted(path: str, key: str, expected: str) -> Any:
         ) from error
 
 
+def own_settings(kind: type[T], values: Mapping[str, Any], key: str, owner: str) -> T:
+    """Returns an instance of a dataclass with these values, and its defaults for all others.
+
+    Values are not converted to other types. Raises `ConfigError`, which names the setting `key`.NAME and its `owner`,
+    for a name that the dataclass does not have, a value of another type, and a missing value.
+    """
+    fields = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    types = get_type_hints(kind)
+    for name, setting in values.items():
+        if name not in fields:
+            raise ConfigError(f"{key}.{name}: {owner} has {', '.join(fields)}; {suggest(name, list(fields))}")
+        try:
+            TypeAdapter(types[name]).validate_python(setting, strict=True)
+        except ValidationError as error:
+            reason = error.errors(include_url=False)[0]["msg"]
+            raise ConfigError(f"{key}.{name}: {printable(repr(setting))}: {reason[0].lower()}{reason[1:]}") from error
+    required = [name for name, field in fields.items() if field.default is field.default_factory is dataclasses.MISSING]
+    if missing := [name for name in required if name not in values]:
+        raise ConfigError(f"{key}.{missing[0]}: not set; {owner} needs it")
+    return kind(**values)
+
+
+def own_modules(config: Config) -> dict[str, str]:
+    """Returns a digest of the file of each imported module in the user's own packages, by the module's name. These are
+    the packages of everything that changes the maths of the run and that the config names by a dotted path.
+
+    Raises `ConfigError` if one of them cannot be imported.
+    """
+    paths = _dotted_paths(config)
+    for key, path in paths:
+        import_dotted(path, key, "something")
+    packages = {path.partition(".")[0] for _, path in paths} - _LIBRARIES
+    files = {
+        name: module.__file__
+        for name, module in sorted(sys.modules.items())
+        if name.partition(".")[0] in packages and getattr(module, "__file__", None)
+    }
+    return {name: hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16] for name, file in files.items() if file}
+
+
+def _dotted_paths(config: Config) -> list[tuple[str, str]]:
+    """Returns the keys and values of settings that name the user's code."""
+    optimizer, sources = config.optimizer, config.data.sources
+    settings = [("model.family", config.model.family), ("train.loss", config.train.loss)]
+    settings += [("optimizer.kind", optimizer.kind)]
+    settings += [(f"optimizer.rules.{index}.kind", rule.kind) for index, rule in enumerate(optimizer.rules)]
+    grains = {"data.grain": config.data.grain} | {
+        f"data.sources.{name}.grain": part.grain for name, part in sources.items()
+    }
+    for key, grain in grains.items():
+        settings += [] if grain is None else [(f"{key}.train", grain.train), (f"{key}.eval", grain.eval)]
+    return [(key, path) for key, path in settings if path and "." in path]
+
+
 @contextmanager
 def attributing_user_errors(config: Config) -> Iterator[None]:
-    """Turns an error in the user's model family or loss function into a `ConfigError` with its file and line."""
+    """Turns an error in the user's model family, loss function or optimizer into a `ConfigError`, which names the file
+    and the line."""
     try:
         yield
     except UserError:
         raise
     except Exception as error:
-        dotted_paths = {"model.family": config.model.family, "train.loss": config.train.loss}
-        for key, path in dotted_paths.items():
-            if path and (line := _line_in(path.rpartition(".")[0], error)):
+        for key, path in _dotted_paths(config):
+            if line := _line_in(path.rpartition(".")[0], error):
                 raise ConfigError(f"{key}: {line}: {printable(summary(error))}; correct it") from error
         raise
 

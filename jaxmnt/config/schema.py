@@ -13,7 +13,7 @@ from jaxmnt.config.clusters import Gke, Launch, Slurm
 from jaxmnt.config.data import Data, check_data
 from jaxmnt.config.mesh import Mesh, Pipeline, check_pipeline, complete_mesh
 from jaxmnt.config.model import Model, complete_model
-from jaxmnt.config.section import Section, breaking_key, key, maths_key
+from jaxmnt.config.section import OwnValue, Section, breaking_key, key, maths_key
 from jaxmnt.storage import path_problem
 
 CLUSTER_SECTIONS = {"cluster", "launch", "slurm", "gke"}
@@ -108,6 +108,7 @@ class Train(Section):
     )
     loss_chunk_mib: int = key(256, "Maximum size of the float32 logits of a loss chunk on a device, in MiB.", ge=1)
     loss: str | None = maths_key(None, "Dotted path of the loss function (docs/models.md). Default: cross-entropy.")
+    loss_settings: dict[str, OwnValue] = maths_key({}, "Settings of a loss function of your own.")
     z_loss: float = maths_key(0.0, "Weight of the squared log-partition penalty on the logits.", ge=0)
     eval_every: int = key(0, "Steps between evaluations; 0: only at the end.", ge=0)
     eval_tokens: Annotated[int, Field(ge=1)] | Literal["auto"] | None = key(
@@ -127,9 +128,30 @@ class Train(Section):
     stop_after: int | None = key(None, "Save a checkpoint after this step and stop with exit code 75.", ge=1)
 
 
+class Muon(Section):
+    momentum: float = maths_key(0.95, "Decay rate of the momentum.", ge=0, lt=1)
+    scale: Literal["rms", "spectral", "none"] = maths_key(
+        "rms", "Factor of an update. rms: 0.2 sqrt(max(inputs, outputs)), with which AdamW's learning rate and decay "
+        "serve both; spectral: sqrt(max(1, outputs / inputs)); none: 1.",
+    )  # fmt: skip
+    coefficients: Literal["jordan", "polar_express"] = maths_key(
+        "jordan", "Coefficients of the Newton–Schulz iteration. Those of polar_express differ from step to step, and "
+        "their results are closer to orthogonal.",
+    )  # fmt: skip
+    steps: int = maths_key(5, "Steps of the Newton–Schulz iteration.", ge=1, le=20)
+
+
+class Average(Section):
+    decay: float = maths_key(0.999, "Share of the average that a step keeps.", gt=0, lt=1)
+    from_step: int = maths_key(0, "Step after which the average begins, with the parameters at that step.", ge=0)
+
+
 class OptimizerRule(Section):
     pattern: str = breaking_key(..., "Pattern of parameter names, such as layers.mlp.*; * matches any text.")
-    kind: Literal["adamw", "muon"] | None = breaking_key(None, "Optimizer of these parameters. Default: adamw.")
+    kind: str | None = breaking_key(
+        None, "Optimizer of these parameters: whatever optimizer.kind may be. Default: that of optimizer.kind."
+    )
+    arguments: dict[str, OwnValue] = breaking_key({}, "Arguments of the function that kind names.")
     weight_decay: float | None = breaking_key(
         None, "Weight decay of these parameters. Default: optimizer.weight_decay.", ge=0
     )
@@ -137,6 +159,11 @@ class OptimizerRule(Section):
 
 
 class Optimizer(Section):
+    kind: str = breaking_key(
+        "adamw", "Optimizer. adamw; muon: Muon for the matrices of layers, and AdamW for all other parameters; or the "
+        "dotted path of a function that returns an optax.GradientTransformation, such as optax.scale_by_lion.",
+    )  # fmt: skip
+    arguments: dict[str, OwnValue] = breaking_key({}, "Arguments of the function that kind names.")
     learning_rate: float = maths_key(3e-4, "Peak learning rate.", gt=0)
     warmup_steps: int = maths_key(0, "Steps of linear warm-up.", ge=0)
     schedule: Literal["cosine", "wsd", "constant"] = maths_key(
@@ -150,17 +177,40 @@ class Optimizer(Section):
     beta1: float = maths_key(0.9, "Decay rate of AdamW's first moment.", ge=0, lt=1)
     beta2: float = maths_key(0.95, "Decay rate of AdamW's second moment.", ge=0, lt=1)
     epsilon: float = maths_key(1e-8, "Constant in the denominator of AdamW's update.", gt=0)
-    state_dtype: Literal["float32", "bfloat16"] = breaking_key("float32", "Dtype in which AdamW's moments are stored.")
+    state_dtype: Literal["float32", "bfloat16"] = breaking_key(
+        "float32", "Dtype in which the optimizer's state is stored."
+    )
     rules: list[OptimizerRule] = breaking_key(
         [], "Settings that apply to some of the parameters; the first rule that matches a parameter applies to it."
     )
     frozen: list[str] = breaking_key(
         [], "Names of parameters that are not trained, such as embedding.*; * matches any text."
     )
-    offload: bool = key(False, "Keep AdamW's moments in host memory, if the devices support it.")
+    muon: Muon = key(Muon(), "Settings of Muon.")
+    average: Average | None = maths_key(
+        None, "Exponential moving average of the parameters, which evaluations report beside the loss of the "
+        "parameters themselves. null: none.",
+    )  # fmt: skip
+    offload: bool = key(False, "Keep the optimizer's state in host memory, if the devices support it.")
     clip_norm: float | None = maths_key(
         1.0, "Maximum global norm; larger gradients are scaled down to it; null: no maximum.", gt=0
     )
+
+    @model_validator(mode="after")
+    def _check_kinds(self) -> Self:
+        settings = {"optimizer": self} | {f"optimizer.rules.{index}": rule for index, rule in enumerate(self.rules)}
+        for where, section in settings.items():
+            if section.kind is None or section.kind in ("adamw", "muon"):
+                if section.arguments:
+                    raise ValueError(
+                        f"{where}.arguments: only an optimizer that is named by a dotted path has arguments; remove it"
+                    )
+            elif "." not in section.kind:
+                raise ValueError(
+                    f"{where}.kind: {section.kind!r} is not known; set adamw or muon, or give the dotted path of a "
+                    "function that returns an optax.GradientTransformation, such as optax.scale_by_lion"
+                )
+        return self
 
 
 class Checkpoint(Section):

@@ -6,6 +6,9 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+OwnValue = bool | int | float | str | None | list[bool | int | float | str]
+"""A setting of a part of the user's own code."""
+
 Resume = Literal["harmless", "maths", "breaks"]
 """Effect of a changed key on a resumed run: harmless has none, maths changes the numerics from then on, breaks is an
 error."""

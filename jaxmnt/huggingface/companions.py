@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxmnt.checkpoint.commit import Committed
-from jaxmnt.checkpoint.refs import roots_of
+from jaxmnt.checkpoint.refs import HUGGING_FACE_SUBFOLDER, roots_of
 from jaxmnt.data.chat.template import TEMPLATE_FILE, object_in
 from jaxmnt.data.manifest import BYTES, TOKENIZER_FILE
 from jaxmnt.data.run_tokenizer import RunTokenizer, same_vocabulary, tokenizer_from_json
@@ -20,7 +20,6 @@ from jaxmnt.huggingface.config import TOKENIZER_KEY
 from jaxmnt.huggingface.folder import COMPANIONS, CONFIG, Folder, json_bytes
 from jaxmnt.storage import StoragePath, publish_bytes, read
 
-SUBFOLDER = "huggingface"
 GENERATION_CONFIG = "generation_config.json"
 _TOKENIZER_CONFIG = "tokenizer_config.json"
 _SPECIAL_TOKENS_MAP = "special_tokens_map.json"
@@ -45,7 +44,7 @@ def read_files(folder: StoragePath) -> Files:
 def read_run_files(roots: Sequence[StoragePath]) -> Files:
     """Returns the files of a run, from the first of its directories that has them; empty if none has."""
     for root in roots:
-        files = read_files(root / SUBFOLDER)
+        files = read_files(root / HUGGING_FACE_SUBFOLDER)
         if files:
             return files
     return {}
@@ -165,10 +164,10 @@ def _without_token_ids(tree: dict[str, Any]) -> dict[str, Any]:
 def write_run_files(root: StoragePath, files: Files) -> None:
     """Writes the files into the run directory `root`. Only process 0 calls it."""
     try:
-        (root / SUBFOLDER).mkdir(parents=True, exist_ok=True)
+        (root / HUGGING_FACE_SUBFOLDER).mkdir(parents=True, exist_ok=True)
         for name, content in sorted(files.items()):
-            publish_bytes(root / SUBFOLDER / name, content)
+            publish_bytes(root / HUGGING_FACE_SUBFOLDER / name, content)
     except UserError:
         raise
     except OSError as error:
-        raise UserError(f"{root / SUBFOLDER} cannot be written: {error.strerror}; fix that") from error
+        raise UserError(f"{root / HUGGING_FACE_SUBFOLDER} cannot be written: {error.strerror}; fix that") from error

@@ -19,6 +19,7 @@ from flax import nnx
 from jax import Array
 
 from jaxmnt.config.model import Model
+from jaxmnt.config.own_code import own_settings
 from jaxmnt.errors import ConfigError
 from jaxmnt.models.cache import Cache
 from jaxmnt.models.context_parallel import DividedRows, attend_across_devices
@@ -207,6 +208,8 @@ class Family(ABC):
 
     settings: Sequence[str] = ()
     """The optional settings of `model` (`registry.OPTIONAL_SETTINGS`) that this family supports."""
+    Options: type[Any] | None = None
+    """A dataclass of the family's own settings, whose values `model.options` sets. The attribute `options` has them."""
     uses_targets_per_token: bool = False
     """True if layers use `LayerContext.targets_per_token`, for which devices exchange two numbers at the start of a
     step."""
@@ -220,7 +223,13 @@ class Family(ABC):
         cls.hugging_face = cls.__dict__.get("hugging_face")
 
     def __init__(self, config: Model, vocab_size: int):
+        """Raises `ConfigError` if `model.options` does not fit the family's `Options`."""
         self.config, self.vocab_size = config, vocab_size
+        name = type(self).__name__
+        if self.Options is not None:
+            self.options = own_settings(self.Options, config.options, "model.options", name)
+        elif config.options:
+            raise ConfigError(f"model.options: {name} has none; remove it")
 
     @classmethod
     def with_defaults(cls, config: Model) -> Model:

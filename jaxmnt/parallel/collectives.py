@@ -277,6 +277,12 @@ def _sum_and_scatter(mesh_axes: tuple[str, ...], x: Array, dimension: int = 1) -
     return jax.lax.psum_scatter(x, mesh_axes, scatter_dimension=dimension, tiled=True)
 
 
+def exchange(x: Array, mesh_axes: tuple[str, ...]) -> Array:
+    """Sends entry i along the first dimension of x to device i along the mesh axes. Returns the entries that this
+    device receives, in the order of their senders. The first of the axes counts slowest."""
+    return jax.lax.all_to_all(x, mesh_axes, split_axis=0, concat_axis=0)
+
+
 def local_shard(x_BLD: Array, placement: Placement, axis: str = "sequence") -> Array:
     """Returns this device's piece, along the length, of an array that all devices have. A replicated array becomes
     split."""

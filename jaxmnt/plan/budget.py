@@ -16,6 +16,8 @@ from jaxmnt.parallel.chunks import halo_length
 from jaxmnt.parallel.sharding import FLOAT32_AXES, SCALES_AND_BIASES, Axes
 from jaxmnt.training import engine
 from jaxmnt.training.memory_suggestions import parameters_of
+from jaxmnt.training.muon import Group, group_of, matrix_form
+from jaxmnt.training.optimizer import parameter_kinds
 from jaxmnt.training.remat import EXPERT_EXCHANGES, layer_collectives, recomputes_layers
 from jaxmnt.training.spec import StepSpec
 from jaxmnt.training.state import elements_per_device
@@ -54,6 +56,7 @@ def minimum_traffic(spec: StepSpec) -> Traffic:
         traffic["all-gather", axes_name] += (passes * gathers + 2 * microbatches) * activation_bytes * sent_share
         traffic["reduce-scatter", axes_name] += (passes * scatters + 2 * microbatches) * activation_bytes * sent_share
 
+    _add_muon_traffic(spec, traffic)
     _add_expert_traffic(spec, traffic, activation_bytes, passes)
     _add_key_traffic(spec, traffic, passes)
 
@@ -64,6 +67,21 @@ def minimum_traffic(spec: StepSpec) -> Traffic:
         # The 4 stand for the embedding, its gradient, the head's input, and its gradient.
         traffic["all-reduce", STAGE_AXIS] += 4 * microbatches * 2 * boundary * (1 - 1 / stages)
     return dict(traffic)
+
+
+def _add_muon_traffic(spec: StepSpec, traffic: Traffic) -> None:
+    """Adds the bytes that devices exchange for Muon, once per step, to `traffic` (`training.muon`)."""
+    kinds = parameter_kinds(spec.config, spec.trained_axes, list(spec.slots))
+    counts: dict[Group, int] = defaultdict(int)
+    for name, leaf, names in parameters_of(spec):
+        form = matrix_form(names, stacked=names[0] in spec.slots)
+        if form is not None and name in kinds and kinds[name].name == "muon":
+            group, count = group_of(form, names, leaf.sharding.shard_shape(leaf.shape), spec.placement)
+            counts[group] += count
+    for group, count in counts.items():
+        if group.axes:
+            sent_bytes = group.sent_elements(count, spec.placement) * spec.dtype.itemsize
+            traffic["all-to-all", "×".join(group.axes)] += sent_bytes
 
 
 def _depths(spec: StepSpec) -> dict[bool, int]:

@@ -20,7 +20,7 @@ from jaxmnt.models.contract import LayerCosts, Product
 from jaxmnt.models.float8 import is_eligible
 from jaxmnt.plan.chips import chip_of
 from jaxmnt.plan.rates import Rates, rates_of
-from jaxmnt.plan.workload import ModelShape, Scheme, model_shape, scheme_of
+from jaxmnt.plan.workload import ModelShape, MuonMatrices, Scheme, model_shape, scheme_of
 from jaxmnt.telemetry.flops import RECOMPUTE_SHARES, RecomputeShare
 from jaxmnt.training.remat import EXPERT_EXCHANGES, layer_collectives
 from jaxmnt.training.spec import StepSpec
@@ -163,7 +163,7 @@ def expected_step(spec: StepSpec) -> Estimate | None:
     Returns None for devices without a data sheet, such as CPUs."""
     if (chip := chip_of(spec.placement.mesh.devices.flat[0].device_kind)) is None:
         return None
-    return estimate(model_shape(spec.definition), scheme_of(spec), rates_of(chip), chip.domain)
+    return estimate(model_shape(spec.definition, spec.config), scheme_of(spec), rates_of(chip), chip.domain)
 
 
 def uses_float8(model: ModelShape, scheme: Scheme) -> bool:
@@ -228,6 +228,7 @@ class Step:
 
         # Add communication that happens once per step, then that of each microbatch outside the layers.
         _add_links(links, {"fsdp": self.step_weights_link(backward), "data": self.gradient_sums_link(backward)}, 1.0)
+        _add_links(links, {"fsdp": self.muon_link()}, 1.0)
         _add_links(links, {"pipeline": self.stages_link(), "fsdp": self.ends_link()}, microbatches)
         work = Work(0, 0, 0).plus(forward.plus(backward), microbatches)
         exposed_in_layers = sum(links[axis].exposed for axis in ("context", "model", "expert") if axis in links)
@@ -402,8 +403,38 @@ class Step:
         return (products + t * vocab * _BYTES_PER_LOGIT / self.rates.memory) / self.head_stages
 
     def optimizer_seconds(self) -> float:
-        """Returns 30 N / (shards B), the time of the optimizer's update."""
-        return self.stored_parameters() * OPTIMIZER_BYTES_PER_PARAMETER / self.rates.memory
+        """Returns 30 N / (shards B), the time of the optimizer's update, and the time of Muon's products. A device
+        orthogonalises whole matrices, one after another."""
+        seconds = self.stored_parameters() * OPTIMIZER_BYTES_PER_PARAMETER / self.rates.memory
+        dtype = self.scheme.dtype.replace("float8", "bfloat16")
+        for matrices in self.model.muon:
+            least, most = matrices.least, matrices.most
+            products = (least, least, most), (least, least, least), (least, most, least)
+            step = sum(self.product_seconds(*sides, dtype) for sides in products)
+            seconds += self.scheme.muon_steps * self.muon_rounds(matrices)[0] * step
+        return seconds
+
+    def muon_rounds(self, matrices: MuonMatrices) -> tuple[int, int]:
+        """Returns the number of matrices that a device orthogonalises, and the number of devices that share each."""
+        scheme = self.scheme
+        if matrices.of_experts:
+            devices = scheme.expert_shards
+            count = matrices.total / (scheme.pipeline * scheme.expert * scheme.model)
+        else:
+            devices, count = scheme.shards * scheme.model, matrices.total / scheme.pipeline
+        return math.ceil(count / devices), devices
+
+    def muon_link(self) -> Link | None:
+        """Returns the exchange of whole matrices for Muon (`training.muon`), once per step: pieces of matrices, and the
+        pieces of their updates. Nothing hides it."""
+        seconds = 0.0
+        for matrices in self.model.muon:
+            rounds, devices = self.muon_rounds(matrices)
+            payload = rounds * matrices.least * matrices.most * self.scheme.itemsize
+            if devices > 1:
+                shares = self.devices_per_domain(devices, self.scheme.model if matrices.of_experts else 1)
+                seconds += 2 * self.rates.all_to_all_seconds(payload, shares)
+        return Link(seconds, seconds) if seconds else None
 
     def stored_parameters(self) -> float:
         """Returns the number of parameters that a device stores."""

@@ -90,7 +90,9 @@ def state_bytes(spec: StepSpec) -> StateBytes:
     params = parameters_of(spec)
     trained = sum(leaf.size for name, leaf, _ in params if name in trained_names)
     total_bytes = lambda leaves: sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
-    moments = [] if spec.config.optimizer.offload else jax.tree.leaves(abstract_state(spec)["optimizer"])
+    state = abstract_state(spec)
+    moments = [] if spec.config.optimizer.offload else jax.tree.leaves(state["optimizer"])
+    moments += jax.tree.leaves(state.get("average", {}))
     moment_bytes = total_bytes(leaf for leaf in moments if leaf.ndim)
     return StateBytes(
         parameters=total_bytes(leaf for _, leaf, _ in params) / count,

@@ -193,9 +193,12 @@ class Rates:
         self, kind: str, payload: float, groups: Sequence[Sequence[int]], host_of: Callable[[int], int]
     ) -> float:
         """Returns the time of one execution in seconds, if the collective uses rings. `payload` is the size in bytes of
-        the whole array that a group gathers or reduces. For a permute, `groups` are pairs of source and target."""
+        the whole array that a group gathers or reduces, or of a device's array in an all-to-all. For a permute,
+        `groups` are pairs of source and target."""
         if kind == "collective-permute":
             return self.send_seconds(payload, between_hosts=any(host_of(a) != host_of(b) for a, b in groups))
+        if kind == "all-to-all":
+            return max(self.all_to_all_seconds(payload, Counter(map(host_of, group)).values()) for group in groups)
         return max(self.ring_seconds(kind, payload, Counter(map(host_of, group)).values()) for group in groups)
 
     def page_fault_seconds(self, temporary: float) -> float:
@@ -238,6 +241,23 @@ class Rates:
             seconds = max(seconds, entering_bytes / (min(devices_of_hosts) * between.rate))
         steps = passes * ((size - hosts) * within.step + (hosts - 1) * between.step)
         return (between if hosts > 1 else within).start + steps + seconds
+
+    def all_to_all_seconds(self, payload: float, shares: Iterable[int]) -> float:
+        """Returns the time of an all-to-all in seconds, in which each device sends a piece of its `payload` bytes to
+        each other device. `shares` has the number of its devices on each host.
+
+        What leaves a host goes through the sending device's own share of the network. So it takes as many times longer
+        than a gather of equal size as the group has devices on a host.
+        """
+        devices_of_hosts = tuple(shares)
+        size, hosts = sum(devices_of_hosts), len(devices_of_hosts)
+        within = self._link_rate("all-to-all", WITHIN_HOST)
+        between = self._link_rate("all-to-all", BETWEEN_HOSTS)
+        seconds = payload * (max(devices_of_hosts) - 1) / size / within.rate
+        if hosts == 1:
+            return within.start + within.step + seconds
+        leaving_bytes = payload * (1 - min(devices_of_hosts) / size)
+        return between.start + between.step + max(seconds, leaving_bytes / between.rate)
 
 
 def ring_passes(kind: str) -> int:

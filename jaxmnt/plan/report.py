@@ -201,7 +201,7 @@ def _exchange_notes(spec: StepSpec, hosts: Callable[[jax.Device], int], rates: R
     devices = list(spec.placement.mesh.devices.flat)
     domain = len(devices) // len(set(map(hosts, devices)))
     scheme = scheme_of(spec)
-    step = Step(model_shape(spec.definition), scheme, rates, domain, traits_of(scheme))
+    step = Step(model_shape(spec.definition, spec.config), scheme, rates, domain, traits_of(scheme))
     for _, layer in step.model.layers:
         link = step.keys_link(layer)
         attention = sum(step.attention_seconds(layer, backward=backward) for backward in (False, True))

@@ -92,7 +92,7 @@ class Search:
         self.rates = rates
         self.vocab = config.model.vocab_size
         self.definition = define(build_family(config.model, self.vocab))
-        self.shape = model_shape(self.definition)
+        self.shape = model_shape(self.definition, config)
         self.limit = round(OUR_MEMORY_FRACTION * chip.memory)
         self.precisions = precisions
         self._peaks: dict[Candidate, int] = {}
@@ -151,6 +151,7 @@ class Search:
             float8_least=self.config.train.float8_least, overlap=_guess_overlap(candidate),
             residual_bytes=row_residuals * candidate.rows / (candidate.context * candidate.pipeline),
             expert_round=self.config.model.expert_round or EXPERT_ROUND,
+            muon_steps=self.config.optimizer.muon.steps,
         )  # fmt: skip
         if scheme.dtype == "float8" and not uses_float8(self.shape, scheme):
             return None

@@ -1,19 +1,24 @@
 """Describes what a model multiplies and how a step is spread over devices. Estimates are computed from this."""
 
+import math
+from collections import Counter
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxmnt.config.mesh import MESH_AXES
-from jaxmnt.config.schema import Train
+from jaxmnt.config.schema import Config, Train
 from jaxmnt.models.blockwise import ATTENTION
 from jaxmnt.models.contract import AttentionShape, Definition, LayerCosts, Product
 from jaxmnt.models.experts import EXPERT_ROUND
 from jaxmnt.parallel.chunks import halo_length
-from jaxmnt.parallel.sharding import Overlap
+from jaxmnt.parallel.sharding import Overlap, named_leaves
 from jaxmnt.training.memory_suggestions import residual_bytes
+from jaxmnt.training.muon import matrix_form
+from jaxmnt.training.optimizer import parameter_kinds
 from jaxmnt.training.pipeline_schedule import PipelineSchedule
 from jaxmnt.training.remat import recomputes_layers
 from jaxmnt.training.spec import StepSpec
+from jaxmnt.training.trained import trained_axes
 
 
 @dataclass(frozen=True)
@@ -30,6 +35,8 @@ class ModelShape:
     """True if the head is tied to the embedding."""
     other_parameters: int = 0
     """Parameters that multiply nothing, such as scales and learned positions."""
+    muon: tuple["MuonMatrices", ...] = ()
+    """The matrices that Muon updates."""
 
     @property
     def depth(self) -> int:
@@ -51,13 +58,40 @@ class ModelShape:
         return self.layer_parameters + self.end_parameters + self.other_parameters
 
 
-def model_shape(definition: Definition) -> ModelShape:
-    """Returns the shape of a model, from `Family.costs` and its config."""
+class MuonMatrices(NamedTuple):
+    """Matrices with equal sides that Muon updates (`training.muon`)."""
+
+    total: int
+    """The number of matrices in the whole model."""
+    least: int
+    """The shorter side."""
+    most: int
+    of_experts: bool
+
+
+def muon_matrices(config: Config, definition: Definition) -> tuple[MuonMatrices, ...]:
+    """Returns the matrices that Muon updates."""
+    trained = trained_axes(definition.axes, config.optimizer.frozen)
+    stacks = [group.name for group in definition.groups]
+    kinds = parameter_kinds(config, trained, stacks)
+    counts: Counter[tuple[int, int, bool]] = Counter()
+    for name, leaf, names in named_leaves(definition.abstract, definition.axes):
+        form = matrix_form(names, stacked=names[0] in stacks) if name in kinds and kinds[name].name == "muon" else None
+        if form is not None:
+            least, most = sorted(form.size(leaf.shape))
+            counts[least, most, "experts" in names] += math.prod(leaf.shape) // (least * most)
+    return tuple(MuonMatrices(count, *sides) for sides, count in sorted(counts.items()))
+
+
+def model_shape(definition: Definition, config: Config | None = None) -> ModelShape:
+    """Returns the shape of a model, from `Family.costs` and its config. With the `config` of a run, it has the matrices
+    that Muon updates."""
+    muon = () if config is None else muon_matrices(config, definition)
     layers = tuple(definition.layer_costs())
     model = definition.family.config
     ends = (model.hidden_size, definition.vocab_size, model.tie_embeddings)
     others = definition.parameter_count - ModelShape(layers, *ends).parameters
-    return ModelShape(layers, *ends, others)
+    return ModelShape(layers, *ends, others, muon)
 
 
 @dataclass(frozen=True)
@@ -77,6 +111,8 @@ class Scheme:
     expert: int = 1
     expert_round: float = EXPERT_ROUND
     """Rows of a round of experts, relative to an even load (`model.expert_round`)."""
+    muon_steps: int = 5
+    """Steps of Muon's iteration."""
     zero: int = 3
     """ZeRO stage over `fsdp`, `context` and, for all but experts, `expert`."""
     chunks: int = 1
@@ -172,6 +208,7 @@ def scheme_of(spec: StepSpec) -> Scheme:
         zero=spec.zero,
         chunks=schedule.chunks,
         expert_round=config.model.expert_round or EXPERT_ROUND,
+        muon_steps=config.optimizer.muon.steps,
         remat=config.train.remat if config.train.remat != "names" else "full",
         keeps_attention=ATTENTION in _saved_names(config.train),
         dtype=spec.dtype.name if spec.float8 is None else "float8",

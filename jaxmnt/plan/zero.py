@@ -178,7 +178,7 @@ def _choose_fastest(choice: ZeroChoice) -> int:
 
 def _estimate_stages(spec: StepSpec, chip: Chip) -> tuple[Stage, ...]:
     """Estimates a step with each ZeRO stage."""
-    model = model_shape(spec.definition)
+    model = model_shape(spec.definition, spec.config)
     scheme = replace(scheme_of(spec), prefetch=spec.config.mesh.prefetch is not False)
     depth = -(-model.depth // (scheme.pipeline * scheme.chunks))
     per_row = lambda residuals: residuals * model.depth / (depth * scheme.slots * scheme.whole_rows)

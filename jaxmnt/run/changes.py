@@ -8,6 +8,7 @@ from jaxmnt.checkpoint.commit import Committed, valid_checkpoints
 from jaxmnt.checkpoint.manifest import DamagedError
 from jaxmnt.config.describe import CHANGEABLE_MATHS, Change
 from jaxmnt.config.load import as_typed
+from jaxmnt.config.own_code import own_modules
 from jaxmnt.config.schema import Config
 from jaxmnt.config.schema import Optimizer as OptimizerConfig
 from jaxmnt.data.batches import skipped_ranges
@@ -31,6 +32,9 @@ RATE_KEYS = frozenset(
     }
 )
 """Keys that determine the learning rate schedule."""
+
+MODULE_PREFIX = "module "
+"""Begins the names of modules of the user's own code among the libraries in a checkpoint's manifest."""
 
 _BAD_STEP_COUNT = "bad_steps/total"
 
@@ -127,6 +131,37 @@ def unaccepted_changes(
         expected_keys.remove("train.steps")
     unexpected = [change for change in changes if change.resume == "maths" and change.key not in expected_keys]
     return [change for change in unexpected if change.key not in accepted or accepted[change.key] != change.now]
+
+
+def changed_code(checkpoint: Committed, config: Config) -> list[Change]:
+    """Returns a change for each module of the user's own code that differs from the one that the checkpoint's run
+    imported. Their keys are the modules' names after `MODULE_PREFIX`, and their values are digests.
+
+    Checkpoints of earlier versions do not have the digests.
+    """
+    libraries = checkpoint.manifest.libraries.items()
+    before = {name.removeprefix(MODULE_PREFIX): digest for name, digest in libraries if name.startswith(MODULE_PREFIX)}
+    if not before:
+        return []
+    now = own_modules(config)
+    return [
+        Change(f"{MODULE_PREFIX}{name}", before.get(name), now.get(name), "maths")
+        for name in sorted(before.keys() | now.keys())
+        if before.get(name) != now.get(name)
+    ]
+
+
+def changed_formulas(checkpoint: Committed, config: Config) -> list[Change]:
+    """Returns changes of this version's formulas that alter the maths of a run whose checkpoint an earlier version
+    wrote. Their keys are those of the settings that the formulas belong to."""
+    if "muon" in checkpoint.manifest.config.get("optimizer", {}):
+        return []
+    rules, changed = config.optimizer.rules, []
+    if any(rule.kind == "muon" for rule in rules):
+        changed.append(Change("optimizer.muon.momentum", "corrected for bias", "as in torch.optim.Muon", "maths"))
+    if any(rule.learning_rate_factor not in (None, 1.0) for rule in rules):
+        changed.append(Change("optimizer.rules.learning_rate_factor", "of rate and decay", "of the rate", "maths"))
+    return changed
 
 
 def unaccepted_message(config: Config, checkpoint: Committed, unaccepted: list[Change]) -> str:

@@ -13,6 +13,7 @@ from jaxmnt.data.batches import EvaluationData
 from jaxmnt.data.feed import process_rows, to_devices
 from jaxmnt.data.sources import Sources
 from jaxmnt.telemetry.metrics import EvaluationSums
+from jaxmnt.training.average import averaged_model
 from jaxmnt.training.compile import Program
 from jaxmnt.training.spec import ControlFlags
 from jaxmnt.training.state import model_state
@@ -61,12 +62,26 @@ class Evaluator:
         whether this process wants to stop, and `note_progress` after each batch. If any process wants to stop, returns
         None in all processes after the same batch.
         """
+        return self._evaluate(model_state(state), should_stop, note_progress)
+
+    def of_average(
+        self,
+        state: dict[str, Any],
+        should_stop: Callable[[], bool] = lambda: False,
+        note_progress: Callable[[str], None] = lambda done: None,
+    ) -> dict[str, EvaluationSums] | None:
+        """Returns the results of the averaged parameters, like those of the parameters themselves."""
+        return self._evaluate(averaged_model(self._program.spec, state), should_stop, note_progress)
+
+    def _evaluate(
+        self, model: dict[str, Any], should_stop: Callable[[], bool], note_progress: Callable[[str], None]
+    ) -> dict[str, EvaluationSums] | None:
         results = {}
         batches_done = 0
         batch_count = sum(-(-part.row_count // self._program.eval_rows) for part in self._parts.values())
         for name, part in self._parts.items():
             loss_sum, tokens = 0.0, 0
-            for values in self._evaluate_batches(model_state(state), part, should_stop):
+            for values in self._evaluate_batches(model, part, should_stop):
                 batches_done += 1
                 note_progress(f"batch {batches_done} of {batch_count}")
                 if values["stop"]:

@@ -188,7 +188,10 @@ def _evaluate(run: Running) -> float | None:
             run.sampler.compile()
     matches = None
     with run.watchdog.during("evaluating", limits.evaluate_seconds), _timed_phase(run, "evaluation"):
-        results = run.evaluator(progress.state, should_stop, run.watchdog.note_progress)
+        results, of_average = run.evaluator(progress.state, should_stop, run.watchdog.note_progress), None
+        if "average" in progress.state and results is not None:
+            of_average = run.evaluator.of_average(progress.state, should_stop, run.watchdog.note_progress)
+            results = None if of_average is None else results
         if run.sampler is not None and results is not None:
             samples = run.sampler(progress.state, progress.step, run.watchdog.note_progress)
             if run.writes:
@@ -203,7 +206,8 @@ def _evaluate(run: Running) -> float | None:
         progress.preempted = True
     if not results and matches is None:
         return None
-    return run.log.write_eval(progress.step, results or {}, seconds, run.config.data.eval_sets, matches)
+    sets = run.config.data.eval_sets
+    return run.log.write_eval(progress.step, results or {}, seconds, sets, matches, of_average)
 
 
 def is_evaluation_missing(run: Running) -> bool:

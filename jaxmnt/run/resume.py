@@ -38,6 +38,8 @@ from jaxmnt.huggingface.folder import Folder
 from jaxmnt.run import fresh
 from jaxmnt.run.branch import branch_point, branch_remark
 from jaxmnt.run.changes import (
+    changed_code,
+    changed_formulas,
     different_data,
     rate_remarks,
     refuse_changes,
@@ -196,7 +198,8 @@ def _resume_from(
     manifest = checkpoint.manifest
     accepted = None
     remarks = []
-    config_changes = changes(checkpoint.config, config)
+    outside_config = [*changed_formulas(checkpoint, config), *changed_code(checkpoint, config)]
+    config_changes = [*changes(checkpoint.config, config), *outside_config]
     refuse_changes(config, digests, checkpoint, config_changes)
     unaccepted = unaccepted_changes(config, checkpoint, config_changes, contents.accepted_values)
     if unaccepted and not flags.accept_changes:
@@ -204,7 +207,7 @@ def _resume_from(
     if checkpoint.step < config.train.steps:
         # After a change of train.steps that causes no jump of the learning rate here, a restart may fall back to an
         # earlier checkpoint, where the change does cause one. So record the change as accepted, too.
-        accepted = [*unaccepted, *(change for change in config_changes if change.key == "train.steps")]
+        accepted = [*unaccepted, *(change for change in config_changes if change.key == "train.steps"), *outside_config]
         remarks += rate_remarks(checkpoint, config)
     if contents.run_file is not None and contents.run_file.parents != manifest.lineage:
         remarks.append(
@@ -283,7 +286,14 @@ def begin_run(config: Config, data: Sources, run: str) -> ResumePoint:
     if branch_message is not None:
         remarks.append(branch_message)
     remarks += rate_remarks(checkpoint, config)
-    return ResumePoint(run, [parent, *manifest.lineage], checkpoint, "fork", changes(origin_config, config), remarks)
+    return ResumePoint(
+        run,
+        [parent, *manifest.lineage],
+        checkpoint,
+        "fork",
+        [*changes(origin_config, config), *changed_formulas(checkpoint, config)],
+        remarks,
+    )
 
 
 def resume_point(

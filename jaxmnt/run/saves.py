@@ -13,8 +13,11 @@ from jaxmnt.checkpoint.names import arrays_by_name
 from jaxmnt.checkpoint.refs import CHECKPOINTS
 from jaxmnt.checkpoint.retention import SaveTimer, shortage, space_needed
 from jaxmnt.checkpoint.saver import Saver, SaveResult
+from jaxmnt.config.own_code import own_modules
+from jaxmnt.config.schema import Config
 from jaxmnt.distributed.coordination import broadcast
 from jaxmnt.errors import UserError
+from jaxmnt.run.changes import MODULE_PREFIX
 from jaxmnt.run.lock import RunLock
 from jaxmnt.run.rundir import checkpoint_root, plain_config
 from jaxmnt.run.values import CompiledRun
@@ -25,6 +28,12 @@ from jaxmnt.training.state import stored_bytes
 
 _RETRY_SECONDS = (0.0, 30.0, 120.0)
 """Delay before the retry after the first failure in a row, the second one, and each later one."""
+
+
+def _libraries(config: Config) -> dict[str, str]:
+    """Returns the versions of libraries, and the digests of the modules of the user's own code."""
+    versions = {name: version(name) for name in ("jax", "orbax-checkpoint", "tensorstore")}
+    return versions | {f"{MODULE_PREFIX}{name}": digest for name, digest in own_modules(config).items()}
 
 
 class CheckpointManager:
@@ -49,7 +58,7 @@ class CheckpointManager:
             config=plain_config(config),
             data=run.data.digests,
             lineage=run.start.lineage,
-            libraries={name: version(name) for name in ("jax", "orbax-checkpoint", "tensorstore")},
+            libraries=_libraries(config),
         )
         self._timer = self._make_timer(run.directory, program.placement.mesh.size)
         self._saved_step = run.start.step

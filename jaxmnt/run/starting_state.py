@@ -139,7 +139,9 @@ def state_to_restore(program: Program, checkpoint: Committed, *, parameters_only
 
 
 def with_missing_parts(program: Program, state: dict[str, Any]) -> dict[str, Any]:
-    """Returns `state` with initial values for the parts that it lacks."""
+    """Returns `state` with initial values for the parts that it lacks. An average begins with the parameters."""
+    if "average" in program.abstract_state and "average" not in state:
+        state = state | {"average": program.first_average(state["params"])}
     missing = [part for part in program.abstract_state if part not in state]
     if not missing:
         return state

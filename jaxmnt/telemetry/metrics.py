@@ -168,28 +168,34 @@ class TrainLog:
         seconds: float,
         sets: Collection[str] = (),
         exact_match: float | None = None,
+        of_average: Mapping[str, EvaluationSums] | None = None,
     ) -> float | None:
         """Writes the mean loss over all held-out tokens, and that of each source. Returns the mean over all.
 
         A mean is None if there are no tokens. `sets` names the additional evaluation sets, which count toward the
         overall mean only if nothing else is held out. `exact_match` is the share of the samples that expect a text
-        and have it; None if no sample expects any.
+        and have it; None if no sample expects any. `of_average` are the sums of the averaged parameters, if there are
+        any; their mean is `average_loss`.
         """
-        held_out = {name: source for name, source in sums.items() if name not in sets} or sums
-        total = functools.reduce(EvaluationSums.plus, held_out.values(), EvaluationSums(0.0, 0, 0.0))
+        total = _held_out(sums, sets)
         if self._lines is None:
             return total.mean
         matches = {} if exact_match is None else {"exact_match": exact_match}
         sources = {name: _losses(source) for name, source in sums.items()}
-        self._record("eval", step, seconds=seconds, **_losses(total), **matches, sources=sources)
+        average, shown_average = {}, ""
+        if of_average is not None:
+            average = {"average_loss": _held_out(of_average, sets).mean}
+            shown_average = f", of the average {_format_loss(average['average_loss'])}"
+        self._record("eval", step, seconds=seconds, **_losses(total), **average, **matches, sources=sources)
 
         by_source = ""
         if len(sums) > 1:
             by_source = "".join(f", {name} {_format_loss(source.mean)}" for name, source in sums.items())
         bits = "" if total.bits_per_byte is None else f" ({total.bits_per_byte:.4f} bits per byte)"
         self.status.line(
-            f"step {step}  held-out loss {_format_loss(total.mean)}{bits}{by_source} over {count(total.tokens)} tokens "
-            f"({duration(seconds)})" + ("" if exact_match is None else f", exact match {exact_match:.1%}")
+            f"step {step}  held-out loss {_format_loss(total.mean)}{bits}{by_source}{shown_average} over "
+            f"{count(total.tokens)} tokens ({duration(seconds)})"
+            + ("" if exact_match is None else f", exact match {exact_match:.1%}")
         )
         return total.mean
 
@@ -288,6 +294,12 @@ class TrainLog:
                 "report this as a bug, with the kind of device"
             )
         return None
+
+
+def _held_out(sums: Mapping[str, EvaluationSums], sets: Collection[str]) -> EvaluationSums:
+    """Returns the sums over all held-out tokens. The evaluation `sets` count only if nothing else is held out."""
+    held_out = {name: source for name, source in sums.items() if name not in sets} or sums
+    return functools.reduce(EvaluationSums.plus, held_out.values(), EvaluationSums(0.0, 0, 0.0))
 
 
 def _losses(sums: EvaluationSums) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import jax
 
@@ -31,7 +32,7 @@ from jaxmnt.training.pipeline_schedule import PipelineSchedule, build_schedule, 
 from jaxmnt.training.remat import NAMES, recomputes_layers
 from jaxmnt.training.spec import Slots, StepSpec, resolve_precision
 from jaxmnt.training.state import HOST_MEMORY, abstract_state
-from jaxmnt.training.trained import trained_axes
+from jaxmnt.training.trained import select_trained, trained_axes
 
 
 def inference_spec(
@@ -49,11 +50,12 @@ def inference_spec(
     # The smallest batch size and length that the mesh can split. Callers pass arrays of other shapes.
     rows = math.prod(sizes[axis] for axis in BATCH_AXES)
     length = length_divisor(*(math.prod(sizes[axis] for axis in RULES[name]) for name in ("length", "sequence")))
-    settings = {
+    settings: dict[str, Any] = {
         "data.global_batch_size": rows,
         "data.sequence_length": max(2, length),
         "train.microbatch_size": None,
         "train.loss": None,
+        "train.loss_settings": {},
         "model.attention": "xla",
         "model.experts_kernel": "xla",
         "model.overlap": "off",
@@ -86,14 +88,15 @@ def build_spec(
     layout = _plan_layout(config, slots, placement)
     _check_sizes(definition, layout)
     trained = trained_axes(definition.axes, config.optimizer.frozen)
-    optimizer, learning_rate = build_optimizer(config, trained, stacks)
     dtype, float8, kernel = resolve_precision(config, placement.mesh.devices.flat[0])
+    shapes = select_trained(definition.abstract, trained)
+    optimizer, learning_rate = build_optimizer(config, trained, shapes, stacks, placement, dtype)
     complete_model = definition.family.config
     expert_method = choose_method(complete_model, placement, dtype) if complete_model.num_experts else None
     spec = StepSpec(
         config=config, definition=definition, placement=placement, layout=layout, schedule=schedule, slots=slots,
         trained_axes=trained, optimizer=optimizer, learning_rate=learning_rate, dtype=dtype, float8=float8,
-        kernel=kernel, expert_method=expert_method, loss=load_loss(config.train.loss),
+        kernel=kernel, expert_method=expert_method, loss=load_loss(config.train),
         data_vocab_size=min(data_vocab_size, vocab), fields=batch_fields(config.data),
     )  # fmt: skip
     check_replicated_share(abstract_state(spec)["params"], definition.axes, placement)

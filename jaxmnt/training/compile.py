@@ -18,6 +18,7 @@ from jaxmnt.distributed.container import host_memory_bytes
 from jaxmnt.distributed.gpu_settings import JAX_MEMORY_FRACTION, MEMORY_FRACTION
 from jaxmnt.errors import ConfigError
 from jaxmnt.models import grouped
+from jaxmnt.models.contract import Params
 from jaxmnt.parallel.sharding import Axes, HostOf, Placement
 from jaxmnt.training import engine
 from jaxmnt.training.build import build_spec, is_planned
@@ -29,6 +30,7 @@ from jaxmnt.training.state import (
     abstract_state,
     bytes_per_device,
     canonical_abstract,
+    first_average,
     float32_bytes,
     initial_state,
     map_state_with_axes,
@@ -78,6 +80,11 @@ class Program:
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state)
         create = jax.jit(lambda: initial_state(self.spec), out_shardings=shardings)
         return create.lower().compile(compiler_options(self.spec, "1"))()
+
+    def first_average(self, params: Params) -> Params:
+        """Returns the average that begins with these parameters, which are in the device layout."""
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state["average"])
+        return jax.jit(functools.partial(first_average, self.spec), out_shardings=shardings)(params)
 
     @property
     def canonical_abstract_state(self) -> State:

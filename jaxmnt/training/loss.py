@@ -9,16 +9,18 @@ the logits are, and is computed with them. Nothing is computed twice, and the he
 head is gathered and reduced once rather than once per chunk.
 """
 
+import dataclasses
 import functools
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_type_hints
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxmnt.config.own_code import import_dotted
+from jaxmnt.config.own_code import import_dotted, own_settings
 from jaxmnt.config.schema import Train
 from jaxmnt.errors import ConfigError, printable
 from jaxmnt.models.layers import zeros_after
@@ -99,15 +101,29 @@ def cross_entropy(logits: Logits, tokens: Tokens, train: Train) -> LossSums:
     return LossSums(cross_entropy_sum + penalty, cross_entropy_sum)
 
 
-def load_loss(path: str | None) -> Loss:
-    """Returns the loss function at a dotted path, or cross-entropy if `path` is None. Raises `ConfigError` if there is
-    no function at the path."""
+def load_loss(train: Train) -> Loss:
+    """Returns the loss function that the config names, with its settings; cross-entropy by default. A function has
+    settings if it has a parameter `settings` that is annotated with a dataclass.
+
+    Raises `ConfigError` if there is no such function, or if it does not have the settings.
+    """
+    path, settings = train.loss, train.loss_settings
     if path is None:
+        if settings:
+            raise ConfigError("train.loss_settings: cross-entropy has none; remove it, or set train.loss")
         return cross_entropy
     loss = import_dotted(path, "train.loss", "a function")
     if not callable(loss):
         raise ConfigError(f"train.loss: {printable(path)} must be a function, but is a {type(loss).__name__}")
-    return loss
+    kind = get_type_hints(loss).get("settings") if inspect.isfunction(loss) else None
+    if not (isinstance(kind, type) and dataclasses.is_dataclass(kind)):
+        if settings:
+            raise ConfigError(
+                f"train.loss_settings: {printable(path)} has none; give it a parameter settings that is annotated "
+                "with a dataclass, or remove it"
+            )
+        return loss
+    return functools.partial(loss, settings=own_settings(kind, settings, "train.loss_settings", printable(path)))
 
 
 def _log_sum_exp_gradient(placement: Placement, residuals: tuple[Array, Array], gradient_C: Array) -> tuple[Array]:

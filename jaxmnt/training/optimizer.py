@@ -1,17 +1,22 @@
-"""Optimizers with a learning-rate schedule, from optax."""
+"""The optimizer: a learning-rate schedule, the transformations of `optimizer.kind` and its rules, decay, and rate.
+
+Optax computes all but Muon. The transformations turn a gradient into a direction; learning rate, weight decay and
+clipping are the same for all of them.
+"""
 
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
-import optax.contrib
 
 from jaxmnt.config.schema import Config
 from jaxmnt.config.schema import Optimizer as OptimizerConfig
 from jaxmnt.errors import ConfigError
-from jaxmnt.parallel.sharding import GATHERED, SCALES_AND_BIASES, Axes, is_axes, parameter_name
+from jaxmnt.parallel.sharding import SCALES_AND_BIASES, Axes, Placement, is_axes, parameter_name
+from jaxmnt.training.muon import matrix_form, scale_by_muon
+from jaxmnt.training.own_optimizer import check_transformation, load_transformation
 from jaxmnt.training.trained import match_parameters
 
 
@@ -43,88 +48,136 @@ def _main_schedule(optimizer: OptimizerConfig, steps: int) -> optax.Schedule:
     return optax.join_schedules([constant, decay], [steps - decay_steps])
 
 
-def build_optimizer(
-    config: Config, axes: Any, stacks: Collection[str]
-) -> tuple[optax.GradientTransformation, optax.Schedule]:
-    """Returns the optimizer of the parameters in a tree of logical axes, and its learning-rate schedule. `stacks` are
-    the names of the groups of layers.
+class Kind(NamedTuple):
+    """A transformation of gradients, as `optimizer.kind` or a rule sets it."""
 
-    The optimizer is AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101) without clipping. The step itself clips,
-    because it reports the norm. Norm scales and biases are not decayed. Parameters for which `optimizer.rules` set muon
-    use Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon) with AdamW's decay. The singular values of Muon's
-    updates are near 1, and `learning_rate_factor` scales the learning rate accordingly.
+    name: str
+    """adamw, muon, or the dotted path of a function that returns an `optax.GradientTransformation`."""
+    arguments: tuple[tuple[str, Any], ...] = ()
+    """The arguments of the function."""
+    key: str = "optimizer"
+    """The config section that sets it, for messages."""
+
+
+ADAMW, MUON = Kind("adamw"), Kind("muon")
+
+
+def parameter_kinds(config: Config, axes: Any, stacks: Collection[str]) -> dict[str, Kind]:
+    """Returns the kind of optimizer of each parameter in a tree of logical axes, by name. `stacks` are the names of the
+    groups of layers.
+
+    With `optimizer.kind: muon`, matrices of layers use Muon, and all other parameters AdamW. Raises `ConfigError` for a
+    rule that sets Muon for a parameter without matrices.
+    """
+    optimizer = config.optimizer
+    rules = _rules_by_parameter(config, axes)
+    default = Kind(optimizer.kind, tuple(sorted(optimizer.arguments.items())))
+    kinds = {}
+    for path, names in jax.tree.leaves_with_path(axes, is_leaf=is_axes):
+        name, is_stacked = parameter_name(path), path[0].key in stacks
+        has_matrices = matrix_form(names, stacked=is_stacked) is not None
+        index = rules.get(name)
+        rule = None if index is None else optimizer.rules[index]
+        if rule is not None and rule.kind is not None:
+            kind = Kind(rule.kind, tuple(sorted(rule.arguments.items())), f"optimizer.rules.{index}")
+            if kind.name == "muon" and not has_matrices:
+                raise ConfigError(
+                    f"optimizer.rules: {name} must be a matrix for muon; change the pattern, or set adamw"
+                )
+        else:
+            kind = default
+            if kind.name == "muon" and not (has_matrices and is_stacked):
+                kind = ADAMW
+        kinds[name] = kind
+    return kinds
+
+
+def build_optimizer(
+    config: Config, axes: Any, shapes: Any, stacks: Collection[str], placement: Placement, dtype: jnp.dtype
+) -> tuple[optax.GradientTransformation, optax.Schedule]:
+    """Returns the optimizer of the parameters in a tree of logical axes, and its learning-rate schedule.
+
+    `shapes` has the shapes of the parameters in the checkpoint layout, `stacks` are the names of the groups of layers,
+    and `dtype` is the compute dtype, in which Muon multiplies. The default is AdamW (Loshchilov and Hutter 2019,
+    arXiv:1711.05101). The step itself clips, because it reports the norm. Norm scales and biases are not decayed. A
+    `learning_rate_factor` does not change a parameter's decay.
     """
     optimizer = config.optimizer
     schedule = build_lr_schedule(optimizer, config.train.steps)
-    rules = optimizer.rules
-    rule_of_parameter = match_parameters([rule.pattern for rule in rules], axes, "optimizer.rules")
+    kinds = parameter_kinds(config, axes, stacks)
+    setting = _SettingsOfRules(config, axes)
+    decay_of = lambda names: 0.0 if SCALES_AND_BIASES & set(names) else optimizer.weight_decay
+    decays, factors = setting.tree("weight_decay", decay_of), setting.tree("learning_rate_factor", lambda _: 1.0)
+    # The chain is named, because checkpoints store the optimizer state under these names.
+    chain = []
+    if any(factor != 1 for factor in jax.tree.leaves(factors)):
+        chain.append(("factor", optax.stateless(lambda updates, _: jax.tree.map(jnp.multiply, updates, factors))))
+    chain += [("weight_decay", _add_decay(decays)), ("learning_rate", optax.scale_by_learning_rate(schedule))]
 
-    def resolve(default: Callable[[Axes], Any], setting: str) -> Any:
+    def transformation_of(kind: Kind) -> optax.GradientTransformation:
+        if kind.name == "adamw":
+            adam = optax.scale_by_adam(b1=optimizer.beta1, b2=optimizer.beta2, eps=optimizer.epsilon)
+            return _with_state_dtype(adam, jnp.dtype(optimizer.state_dtype))
+        if kind.name == "muon":
+            muon = scale_by_muon(optimizer.muon, placement, axes, shapes, stacks, dtype)
+            return _with_state_dtype(muon, jnp.dtype(optimizer.state_dtype))
+        transformation = load_transformation(kind.name, dict(kind.arguments), kind.key)
+        own_shapes = jax.tree.map_with_path(
+            lambda path, shape: shape if kinds[parameter_name(path)] == kind else optax.MaskedNode(), shapes
+        )
+        check_transformation(transformation, kind.name, own_shapes, kind.key)
+        return _with_state_dtype(transformation, jnp.dtype(optimizer.state_dtype))
+
+    used_kinds = list(dict.fromkeys(kinds.values()))
+    if used_kinds == [ADAMW]:
+        return optax.named_chain(("adam", transformation_of(ADAMW)), *chain), schedule
+    parts = []
+    for kind, label in _labels(used_kinds).items():
+        mask = jax.tree.map_with_path(
+            lambda path, _, kind=kind: kinds[parameter_name(path)] == kind, axes, is_leaf=is_axes
+        )
+        parts.append((label, optax.masked(transformation_of(kind), mask)))
+    return optax.named_chain(*parts, *chain), schedule
+
+
+def _labels(kinds: Collection[Kind]) -> dict[Kind, str]:
+    """Returns the name of the state of each kind in checkpoints."""
+    labels: dict[Kind, str] = {}
+    for kind in sorted(kinds, key=lambda kind: (kind.key, kind.name)):
+        label = {"adamw": "adam"}.get(kind.name, kind.name.rpartition(".")[2])
+        repeats = sum(used.split("-")[0] == label for used in labels.values())
+        labels[kind] = f"{label}-{repeats + 1}" if repeats else label
+    return labels
+
+
+class _SettingsOfRules:
+    """The settings of `optimizer.rules` as trees of the parameters."""
+
+    def __init__(self, config: Config, axes: Any):
+        self._config, self._axes = config, axes
+        self._rules = _rules_by_parameter(config, axes)
+
+    def tree(self, setting: str, default: Callable[[Axes], Any]) -> Any:
         """Returns a tree with the value of a setting for each parameter. `default` returns the value for a parameter
         with these logical axes that no rule sets."""
 
-        def resolve_parameter(path: Any, names: Axes) -> Any:
-            rule = rule_of_parameter.get(parameter_name(path))
-            value = None if rule is None else getattr(rules[rule], setting)
+        def resolve(path: Any, names: Axes) -> Any:
+            index = self._rules.get(parameter_name(path))
+            value = None if index is None else getattr(self._config.optimizer.rules[index], setting)
             return default(names) if value is None else value
 
-        return jax.tree.map_with_path(resolve_parameter, axes, is_leaf=is_axes)
+        return jax.tree.map_with_path(resolve, self._axes, is_leaf=is_axes)
 
-    kinds = resolve(lambda _: "adamw", "kind")
-    decays = resolve(lambda names: 0.0 if SCALES_AND_BIASES & set(names) else optimizer.weight_decay, "weight_decay")
-    factors = resolve(lambda _: 1.0, "learning_rate_factor")
-    used_kinds = set(jax.tree.leaves(kinds))
-    # The chain is named, because checkpoints store the optimizer state under these names.
-    chain = [("weight_decay", _add_decay(decays)), ("learning_rate", optax.scale_by_learning_rate(schedule))]
-    if any(factor != 1 for factor in jax.tree.leaves(factors)):
-        chain.append(("factor", optax.stateless(lambda updates, _: jax.tree.map(jnp.multiply, updates, factors))))
-    adam = _with_state_dtype(
-        optax.scale_by_adam(b1=optimizer.beta1, b2=optimizer.beta2, eps=optimizer.epsilon),
-        jnp.dtype(optimizer.state_dtype),
-    )
-    if used_kinds <= {"adamw"}:
-        return optax.named_chain(("adam", adam), *chain), schedule
-    muon = _muon(axes, kinds, stacks, jnp.dtype(optimizer.state_dtype))
-    mask_of = lambda kind: jax.tree.map(lambda parameter_kind: parameter_kind == kind, kinds)
-    parts = [("adam", optax.masked(adam, mask_of("adamw"))), ("muon", optax.masked(muon, mask_of("muon")))]
-    return optax.named_chain(*parts, *chain), schedule
+
+def _rules_by_parameter(config: Config, axes: Any) -> dict[str, int]:
+    """Returns the index of the rule that applies to each parameter, by the parameter's name."""
+    return match_parameters([rule.pattern for rule in config.optimizer.rules], axes, "optimizer.rules")
 
 
 def _add_decay(decays: Any) -> optax.GradientTransformation:
     """Returns a transformation that adds each parameter, times its decay, to the parameter's update."""
     add_decay = lambda update, parameter, decay: update + decay * parameter if decay else update
     return optax.stateless(lambda updates, parameters: jax.tree.map(add_decay, updates, parameters, decays))
-
-
-def _muon(axes: Any, kinds: Any, stacks: Collection[str], dtype: jnp.dtype) -> optax.GradientTransformation:
-    """Returns Muon for matrices that read from or write to the residual stream, applied to each layer separately. Its
-    moments are stored in `dtype`.
-
-    Raises `ConfigError` for a parameter that is not a matrix.
-    """
-
-    def dimension_numbers(path: Any, names: Axes, kind: str) -> Any:
-        if kind != "muon":
-            return optax.MaskedNode()  # optax masks these parameters out in the same way
-        residual_dimensions = [index for index, axis in enumerate(names) if axis in GATHERED]
-        other_dimensions = [index for index in range(len(names)) if index not in residual_dimensions]
-        # A layer's first axis is the group's stack. Outside of layers the first axis may have the parameter's own name.
-        if path[0].key in stacks:
-            other_dimensions = other_dimensions[1:]
-        # Each expert has a matrix of its own.
-        other_dimensions = [index for index in other_dimensions if names[index] != "experts"]
-        if not (len(residual_dimensions) == 1 and other_dimensions):
-            raise ConfigError(
-                f"optimizer.rules: {parameter_name(path)} must be a matrix for muon; change the pattern, or set adamw"
-            )
-        reads_residual = residual_dimensions[0] < max(other_dimensions)
-        reduction, output = (
-            (residual_dimensions, other_dimensions) if reads_residual else (other_dimensions, residual_dimensions)
-        )
-        return optax.contrib.MuonDimensionNumbers(tuple(reduction), tuple(output))
-
-    dimensions = jax.tree.map_with_path(dimension_numbers, axes, kinds, is_leaf=is_axes)
-    return optax.contrib.scale_by_muon(mu_dtype=dtype, weight_dimension_numbers=dimensions)
 
 
 def _with_state_dtype(transformation: optax.GradientTransformation, dtype: jnp.dtype) -> optax.GradientTransformation:

@@ -1,6 +1,7 @@
 """The train state: its parts, and their shapes, dtypes and shardings in the device layout and the checkpoint layout.
 
-Each part has a name: params, optimizer, counters, bad_steps, and buffers if the model has some. A part that is added
+Each part has a name: params, optimizer, counters, bad_steps, buffers if the model has some, and average if the
+parameters are averaged. A part that is added
 later gets a new name. Checkpoints without that part can still be read, and it then starts as in a new run.
 """
 
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding
 
+from jaxmnt.models.contract import Params
 from jaxmnt.parallel.layout import map_with_axes
 from jaxmnt.parallel.sharding import Axes, is_axes
 from jaxmnt.training.spec import State, StepSpec
@@ -44,7 +46,14 @@ def initial_state(spec: StepSpec) -> State:
     }
     if buffers:
         state["buffers"] = map_with_axes(to_device_layout, buffers, definition.buffer_axes)
+    if spec.config.optimizer.average is not None:
+        state["average"] = first_average(spec, params)
     return state
+
+
+def first_average(spec: StepSpec, params: Params) -> Params:
+    """Returns the average that begins with these parameters: copies, float32, of those that train."""
+    return jax.tree.map(lambda leaf: jnp.array(leaf, jnp.float32, copy=True), select_trained(params, spec.trained_axes))
 
 
 def abstract_state(spec: StepSpec) -> State:
@@ -99,7 +108,11 @@ def map_state_with_axes(spec: StepSpec, state: State, function: Callable[[Any, A
         transform_non_params=lambda leaf: function(leaf, ()),
         is_leaf=is_masked,
     )
-    axes_of_parts = {"params": spec.definition.axes, "buffers": spec.definition.buffer_axes}
+    axes_of_parts = {
+        "params": spec.definition.axes,
+        "buffers": spec.definition.buffer_axes,
+        "average": spec.trained_axes,
+    }
     return {
         **{part: map_with_axes(function, state[part], axes) for part, axes in axes_of_parts.items() if part in state},
         "optimizer": optimizer,

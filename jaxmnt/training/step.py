@@ -1,7 +1,7 @@
 """The training step and the evaluation step, as pure functions of (state, batch).
 
 state = {"params": …, "optimizer": …, "counters": {"step": int32}, "bad_steps": {"total": int32, "in_a_row": int32}}. It
-also has "buffers": … if the model has state that no gradient touches.
+also has "buffers": … if the model has state that no gradient touches, and "average": … with `optimizer.average`.
 batch = {field: [global rows, length] for each of `StepSpec.fields`, "control": [devices, 3]}
 """
 
@@ -18,6 +18,7 @@ from jaxmnt.models.contract import Params
 from jaxmnt.parallel import collectives
 from jaxmnt.parallel.layout import map_with_axes
 from jaxmnt.training import engine, noise
+from jaxmnt.training.average import update_average
 from jaxmnt.training.loss import LossSums
 from jaxmnt.training.pipeline_schedule import build_schedule
 from jaxmnt.training.spec import Batch, State, StepSpec
@@ -66,6 +67,9 @@ def train_step(spec: StepSpec, state: State, batch: Batch) -> tuple[State, Metri
     }
     if buffers:
         new_state["buffers"] = jax.tree.map(new_if_updated, _update_buffers(spec, buffers, batch_mean.layers), buffers)
+    if spec.config.optimizer.average is not None:
+        average = update_average(spec, state["average"], updated_params, step + 1)
+        new_state["average"] = jax.tree.map(new_if_updated, average, state["average"])
     # The flags are summed over all devices, so that every process sees those of all others.
     stop, save, profile = jnp.sum(batch["control"], axis=0)
     # Means over targets are NaN without targets; the other metrics have a value in every step.
