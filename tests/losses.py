@@ -13,6 +13,15 @@ def entropy(logits: Logits, tokens, train) -> LossSums:
     return LossSums(jnp.sum(negative_C * tokens["weights"]), jnp.sum(cross_entropy_C * tokens["weights"]))
 
 
+def with_metrics(logits: Logits, tokens, train) -> LossSums:
+    """Returns the cross-entropy, the accuracy, and the mean target of tokens with a weight."""
+    counts_C = tokens["weights"] > 0
+    cross_entropy = jnp.sum((logits.log_sum_exp() - logits.pick(tokens["targets"])) * tokens["weights"])
+    right = jnp.sum(logits.is_largest(tokens["targets"]) & counts_C)
+    mean_target = (jnp.sum(tokens["targets"] * counts_C), jnp.sum(counts_C))
+    return LossSums(cross_entropy, cross_entropy, {"accuracy": (right, jnp.sum(counts_C)), "target": mean_target})
+
+
 def returns_mean(logits: Logits, tokens, train):
     """Returns one number where the contract asks for two sums."""
     return jnp.mean(logits.log_sum_exp())

@@ -319,13 +319,13 @@ def test_a_family_that_raises_is_named_with_its_line():
 
 def test_the_code_of_the_page_trains(tiny, tmp_path, monkeypatch):
     """The family and the loss that docs/models.md shows."""
-    family, loss = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "models.md").read_text(), re.DOTALL)
+    family, *loss = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "models.md").read_text(), re.DOTALL)
     (tmp_path / "my_models.py").write_text(family)
-    (tmp_path / "my_losses.py").write_text(loss)
+    (tmp_path / "my_losses.py").write_text("\n\n".join(loss))
     monkeypatch.syspath_prepend(tmp_path)
     chosen = tiny(
-        "model.family=my_models.Parallel", "train.loss=my_losses.focal", "mesh.fsdp=2", "mesh.data=1",
-        "train.steps=2", "optimizer.warmup_steps=1",
+        "model.family=my_models.Parallel", "train.loss=my_losses.focal_with_settings", "mesh.fsdp=2", "mesh.data=1",
+        "train.steps=2", "optimizer.warmup_steps=1", "train.loss_settings={power: 1.5}",
     )  # fmt: skip
     assert train(chosen, devices=jax.devices()[:2]) == 0
     assert all(0 < line["loss"] < 6 for line in metrics(tmp_path / "run"))

@@ -7,13 +7,17 @@ from dataclasses import dataclass
 import jax
 import pytest
 import test_parallel
-from conftest import losses
+from conftest import ROOT, losses, metrics, mostly_slow
 
 from jaxmnt.checkpoint.refs import find
+from jaxmnt.config.load import load_config
+from jaxmnt.data.feed import to_devices
 from jaxmnt.errors import ConfigError
 from jaxmnt.models.llama import Llama
 from jaxmnt.train import train
 from jaxmnt.training.build import build_spec
+from jaxmnt.training.compile import compile_program
+from jaxmnt.training.spec import ControlFlags
 
 LOSS = """
 from dataclasses import dataclass
@@ -104,6 +108,43 @@ def test_settings_that_do_not_fit_are_named(settings, words, package):
     }
     with pytest.raises(ConfigError, match=re.escape(words.replace("PACKAGE", package))):
         spec_of(**sections)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "train"),
+    mostly_slow({0}, [({"pipeline": 2, "fsdp": 2, "model": 2}, {"microbatch_size": 2}), ({"fsdp": 4, "model": 2}, {})]),
+)
+def test_metrics_of_a_loss_are_counted_exactly(mesh, train):
+    """In a vocabulary that devices share, over microbatches, chunks of tokens and stages."""
+    reported = {}
+    for devices, sections in ((8, {"mesh": mesh}), (1, {})):
+        settings = {"precision": "float32", "loss": "losses.with_metrics", **(train if sections else {})}
+        chosen = test_parallel.config(train=settings, model={"num_layers": 2}, **sections)
+        program = compile_program(chosen, test_parallel.VOCAB, jax.devices()[:devices])
+        count = chosen.data.global_batch_size
+        rows = test_parallel.rows(chosen)
+        batch = to_devices(rows, list(range(count)), count, program.batch_sharding)
+        _, values = program.step(program.init(), batch | {"control": ControlFlags(program.control_sharding).array()})
+        reported[devices] = {name: float(ratio) for name, ratio in values["reported"].items()}
+    counts = rows["weights"] > 0
+    assert reported[8]["target"] == pytest.approx(rows["targets"][counts].mean(), rel=1e-6)
+    assert reported[8]["accuracy"] == reported[1]["accuracy"]
+    assert 0 < round(reported[1]["accuracy"] * counts.sum(), 3) < counts.sum()
+
+
+@pytest.mark.slow
+def test_the_digits_are_the_same_on_any_mesh(tmp_path, monkeypatch):
+    """The family's shares, the loss and the optimizer of the example."""
+    monkeypatch.syspath_prepend(ROOT / "examples" / "digits")
+    recorded = {}
+    for name, mesh, devices in (("one", "mesh.data=1", 1), ("many", "mesh={pipeline: 2, fsdp: 2, model: 2}", 8)):
+        overrides = [f"run.dir={tmp_path / name}", "train.steps=3", "optimizer.warmup_steps=0", mesh]
+        chosen = load_config(ROOT / "examples" / "digits" / "digits.yaml", overrides)
+        train(chosen, devices=jax.devices()[:devices])
+        recorded[name] = [(line["loss"], line["reported"]["accuracy"]) for line in metrics(tmp_path / name)]
+    # Signs of gradients near zero differ by rounding, so only the first loss is the same to the last digits.
+    assert recorded["one"][0] == pytest.approx(recorded["many"][0], rel=1e-6)
+    assert recorded["one"] == [pytest.approx(pair, rel=1e-2) for pair in recorded["many"]]
 
 
 @pytest.mark.slow

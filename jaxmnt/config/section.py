@@ -40,6 +40,10 @@ class Section(BaseModel):
         extra="forbid", frozen=True, strict=True, use_attribute_docstrings=False, allow_inf_nan=False
     )
 
+    def __hash__(self) -> int:
+        """Hashes sections with lists and mappings, too, so that a model's settings can be the key of a cache."""
+        return hash(self.model_dump_json())
+
     @model_validator(mode="before")
     @classmethod
     def _convert_integers(cls, raw: Any) -> Any:

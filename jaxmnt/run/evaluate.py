@@ -80,16 +80,16 @@ class Evaluator:
         batches_done = 0
         batch_count = sum(-(-part.row_count // self._program.eval_rows) for part in self._parts.values())
         for name, part in self._parts.items():
-            loss_sum, tokens = 0.0, 0
+            sums = EvaluationSums(0.0, 0, None)
             for values in self._evaluate_batches(model, part, should_stop):
                 batches_done += 1
                 note_progress(f"batch {batches_done} of {batch_count}")
                 if values["stop"]:
                     return None
-                loss_sum += float(values["loss_sum"])
-                tokens += int(values["tokens"])
-            target_bytes = part.bytes_per_target and tokens * part.bytes_per_target
-            results[name] = EvaluationSums(loss_sum, tokens, target_bytes)
+                reported = {name: (float(total), float(weight)) for name, (total, weight) in values["reported"].items()}
+                sums = sums.plus(EvaluationSums(float(values["loss_sum"]), int(values["tokens"]), None, reported))
+            target_bytes = part.bytes_per_target and sums.tokens * part.bytes_per_target
+            results[name] = sums._replace(text_bytes=target_bytes)
         return results
 
     def _evaluate_batches(

@@ -43,11 +43,17 @@ class EvaluationSums(NamedTuple):
     """Number of targets."""
     text_bytes: float | None = None
     """Number of UTF-8 bytes in the targets' text; None if it is not known."""
+    reported: Mapping[str, tuple[float, float]] = {}
+    """The loss's own metrics, by name: a sum, and the sum by which it is divided."""
 
     def plus(self, more: "EvaluationSums") -> "EvaluationSums":
         """Adds other sums to these. The number of bytes is known only if both numbers are."""
         text_bytes = None if self.text_bytes is None or more.text_bytes is None else self.text_bytes + more.text_bytes
-        return EvaluationSums(self.loss + more.loss, self.tokens + more.tokens, text_bytes)
+        reported = dict(self.reported)
+        for name, (total, weight) in more.reported.items():
+            earlier_total, earlier_weight = reported.get(name, (0.0, 0.0))
+            reported[name] = (earlier_total + total, earlier_weight + weight)
+        return EvaluationSums(self.loss + more.loss, self.tokens + more.tokens, text_bytes, reported)
 
     @property
     def mean(self) -> float | None:
@@ -67,7 +73,7 @@ and will have cost by then; None if that is not known."""
 
 OnStepFinished = Callable[[int, float, dict[str, Any]], None]
 
-METRICS_OF_TARGETS = ("loss", "grad_norm", "model", "gradient_squares")
+METRICS_OF_TARGETS = ("loss", "grad_norm", "model", "reported", "gradient_squares")
 """Metrics of a step that are undefined if its batch has no target."""
 
 
@@ -219,6 +225,7 @@ class TrainLog:
         hfu = self._share_of_peak(step, padded_rate, self.rates.hardware_flops_per_token)
         layer_metrics = values["model"]
         optional = {"model": layer_metrics} if layer_metrics else {}
+        optional |= {"reported": values["reported"]} if "reported" in values else {}
         optional |= {"gradient_squares": values["gradient_squares"]} if "gradient_squares" in values else {}
         optional |= {"batch_digest": digest} if digest is not None else {}
 
@@ -305,7 +312,9 @@ def _held_out(sums: Mapping[str, EvaluationSums], sets: Collection[str]) -> Eval
 def _losses(sums: EvaluationSums) -> dict[str, Any]:
     """Returns the fields that record an evaluation or one of its parts."""
     bits = sums.bits_per_byte
-    return {"loss": sums.mean, "tokens": sums.tokens} | ({} if bits is None else {"bits_per_byte": bits})
+    fields = {"loss": sums.mean, "tokens": sums.tokens} | ({} if bits is None else {"bits_per_byte": bits})
+    ratios = {name: total / weight if weight else None for name, (total, weight) in sorted(sums.reported.items())}
+    return fields | ({"reported": ratios} if ratios else {})
 
 
 def _format_loss(loss: float | None) -> str:

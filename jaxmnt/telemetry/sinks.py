@@ -187,7 +187,7 @@ def scalars(record: dict[str, Any]) -> dict[str, float]:
     for field, value in record.items():
         if field in _OMITTED_FIELDS:
             continue
-        if field == "sources":  # the losses of an evaluation, by source
+        if field in ("sources", "reported"):  # losses of an evaluation by source, and the loss's own metrics
             add(kind, value)
         elif field in ("model", "epochs"):
             add(field, value)

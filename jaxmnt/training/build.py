@@ -26,7 +26,7 @@ from jaxmnt.parallel.sharding import (
     named_leaves,
     with_whole_rows,
 )
-from jaxmnt.training.loss import load_loss
+from jaxmnt.training.loss import load_loss, reported_names
 from jaxmnt.training.optimizer import build_optimizer
 from jaxmnt.training.pipeline_schedule import PipelineSchedule, build_schedule, unit_slots
 from jaxmnt.training.remat import NAMES, recomputes_layers
@@ -93,11 +93,14 @@ def build_spec(
     optimizer, learning_rate = build_optimizer(config, trained, shapes, stacks, placement, dtype)
     complete_model = definition.family.config
     expert_method = choose_method(complete_model, placement, dtype) if complete_model.num_experts else None
+    loss, fields = load_loss(config.train), batch_fields(config.data)
+    names = [field.name for field in fields]
     spec = StepSpec(
         config=config, definition=definition, placement=placement, layout=layout, schedule=schedule, slots=slots,
         trained_axes=trained, optimizer=optimizer, learning_rate=learning_rate, dtype=dtype, float8=float8,
-        kernel=kernel, expert_method=expert_method, loss=load_loss(config.train),
-        data_vocab_size=min(data_vocab_size, vocab), fields=batch_fields(config.data),
+        kernel=kernel, expert_method=expert_method, loss=loss,
+        data_vocab_size=min(data_vocab_size, vocab), fields=fields,
+        reported=reported_names(loss, config.train, names, placement.mesh.devices.flat[0]),
     )  # fmt: skip
     check_replicated_share(abstract_state(spec)["params"], definition.axes, placement)
     _check_memory_options(config, placement)

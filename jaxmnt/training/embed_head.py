@@ -47,7 +47,7 @@ class EmbedAndHead:
         after the last layer."""
         params = self._float32_ends(self._spec.definition.modules_after)
         sums, backward = jax.vjp(lambda params, y_BSD: self._loss(params, y_BSD, rows), params, y_BSD)
-        gradients, y_gradient_BSD = backward(LossSums(jnp.ones(()), jnp.zeros(())))
+        gradients, y_gradient_BSD = backward(sums.gradient_of_loss)
         return sums, y_gradient_BSD, gradients
 
     def logits(self, y_BSD: Array) -> Array:
@@ -80,6 +80,7 @@ class EmbedAndHead:
             placement=placement,
             finish=lambda params, logits_CV: self._family.finish_logits(definition.ends(params), logits_CV),
             loss=lambda logits, tokens: spec.loss(logits, tokens, train),
+            reported=spec.reported,
         )
         finishing_params = {name: params[name] for name in self._family.finishing}
         return chunked_loss(chunks, x_BLD, HeadWeights(self._family.head_weight(ends), finishing_params), rows)

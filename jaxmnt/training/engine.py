@@ -83,7 +83,7 @@ def loss_and_gradients(spec: StepSpec, params: Params, buffers: Params, batch: B
 def loss(spec: StepSpec, params: Params, buffers: Params, batch: Batch, schedule: PipelineSchedule) -> LossSums:
     """Computes the summed loss of this batch shard's rows, with a schedule that has no backward."""
     step = prepare_step(spec, params, buffers, batch, schedule)
-    return step.run(functools.partial(_evaluation_tick, step), (step.zero_activations(), no_loss()))[1]
+    return step.run(functools.partial(_evaluation_tick, step), (step.zero_activations(), no_loss(spec.reported)))[1]
 
 
 class StepTrace(NamedTuple):
@@ -285,7 +285,7 @@ def _start(step: Step) -> _Carry:
         residuals=residuals,
         pending_loss_gradients=pending,
         gradients=step.weights.zero_gradients(),
-        sums=no_loss(),
+        sums=no_loss(step.spec.reported),
         layer_sums=layer_sums,
         squared_norm=jnp.zeros((), jnp.float32) if needs_squared_norm else None,
     )

@@ -12,20 +12,21 @@ head is gathered and reduced once rather than once per chunk.
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, get_type_hints
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
+from jaxmnt.config.mesh import Mesh
 from jaxmnt.config.own_code import import_dotted, own_settings
 from jaxmnt.config.schema import Train
 from jaxmnt.errors import ConfigError, printable
 from jaxmnt.models.layers import zeros_after
 from jaxmnt.parallel.collectives import index_along, max_over, share_of, sum_over, with_backward
-from jaxmnt.parallel.sharding import Placement
+from jaxmnt.parallel.sharding import Placement, build_mesh
 
 
 class LossSums(NamedTuple):
@@ -35,10 +36,23 @@ class LossSums(NamedTuple):
     """The sum of the loss that training minimises."""
     cross_entropy: Array
     """The sum of the cross-entropy that is reported, in nats."""
+    reported: Mapping[str, tuple[Array, Array]] = {}
+    """Further metrics of steps and evaluations, by name: a sum, and the sum by which it is divided at the very end,
+    such as the numbers of correct tokens and of tokens that count. They have no gradient."""
 
     def plus(self, new: "LossSums") -> "LossSums":
         """Returns the sums over the tokens of `self` and of `new` together."""
-        return LossSums(*map(jnp.add, self, new))
+        return jax.tree.map(jnp.add, self, new)
+
+    @property
+    def gradient_of_loss(self) -> "LossSums":
+        """The gradient of `loss` with respect to these sums."""
+        return jax.tree.map(jnp.zeros_like, self)._replace(loss=jnp.ones(()))
+
+    @property
+    def ratios(self) -> dict[str, Array]:
+        """The metrics of `reported`; NaN if nothing counts."""
+        return {name: total / weight for name, (total, weight) in self.reported.items()}
 
 
 @dataclass(frozen=True)
@@ -63,6 +77,12 @@ class Logits:
         """Returns, for each token, the logit of its id in `ids_C`, [C]."""
         # Compare and sum instead of indexing, because each device has only its part of the vocabulary.
         return self.weighted(ids_C[:, None] == self.ids_V)
+
+    def is_largest(self, ids_C: Array) -> Array:
+        """Returns, for each token, True if no id has a larger logit than its id in `ids_C`, bool [C]. It has no
+        gradient."""
+        fixed = replace(self, values_CV=jax.lax.stop_gradient(self.values_CV))
+        return fixed.pick(ids_C) >= max_over("vocab", jnp.max(fixed.values_CV, axis=-1), self.placement)
 
     def weighted(self, weights_CV: Array) -> Array:
         """Returns, for each token, the sum of all logits times their weights, [C]. `weights_CV` has the weights for
@@ -164,6 +184,8 @@ class LossChunks:
     finish: Callable[[Any, Array], Array]
     """Maps (the head's other parameters, the float32 product [C, V] with the matrix) to logits."""
     loss: Callable[[Logits, Tokens], LossSums]
+    reported: tuple[str, ...] = ()
+    """The names of the loss's own metrics."""
 
 
 def chunk_count(tokens: int, vocab_size: int, placement: Placement, limit_mib: int) -> int:
@@ -190,7 +212,7 @@ def chunked_loss(chunks: LossChunks, x_BLD: Array, head: HeadWeights, rows: Toke
         product_CV = _matmul(x_CD, matrix_DV)
         return sums.plus(_chunk_loss(chunks, head.rest, product_CV, tokens)), None
 
-    return jax.lax.scan(add_chunk, no_loss(), _cut_rows(chunks, x_BLD, rows))[0]
+    return jax.lax.scan(add_chunk, no_loss(chunks.reported), _cut_rows(chunks, x_BLD, rows))[0]
 
 
 def _loss_and_gradients(
@@ -207,15 +229,16 @@ def _loss_and_gradients(
         chunk_loss = lambda rest, product_CV: _chunk_loss(chunks, rest, product_CV, tokens)
         chunk_sums, backward = jax.vjp(chunk_loss, head.rest, _matmul(x_CD, matrix_DV))
         # All devices that share the vocabulary compute the same loss, so each starts from its share of the gradient 1.
-        loss_gradient = share_of("vocab", jnp.ones(()), chunks.placement)
-        chunk_rest_gradient, gradient_CV = backward(LossSums(loss_gradient, jnp.zeros(())))
+        seed = chunk_sums.gradient_of_loss
+        seed = seed._replace(loss=share_of("vocab", seed.loss, chunks.placement))
+        chunk_rest_gradient, gradient_CV = backward(seed)
         gradient_CV = gradient_CV.astype(chunks.dtype)
         x_gradient_CD = gradient_CV @ matrix_DV.T
         matrix_gradient_DV += _matmul(x_CD.T, gradient_CV).astype(matrix_gradient_DV.dtype)
         rest_gradient = jax.tree.map(jnp.add, rest_gradient, chunk_rest_gradient)
         return (sums.plus(chunk_sums), matrix_gradient_DV, rest_gradient), x_gradient_CD
 
-    start = (no_loss(), *jax.tree.map(lambda weight: zeros_after(x_BLD, weight), head))
+    start = (no_loss(chunks.reported), *jax.tree.map(lambda weight: zeros_after(x_BLD, weight), head))
     (sums, *gradients), x_gradient_NCD = jax.lax.scan(add_chunk, start, _cut_rows(chunks, x_BLD, rows))
     token_count = x_BLD.shape[0] * x_BLD.shape[1]
     x_gradient_TD = x_gradient_NCD.reshape(-1, x_BLD.shape[-1])[:token_count]
@@ -233,9 +256,10 @@ def _scale_gradients(
 chunked_loss.defvjp(_loss_and_gradients, _scale_gradients)
 
 
-def no_loss() -> LossSums:
-    """Returns the sums over no tokens, which are zeros."""
-    return LossSums(jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32))
+def no_loss(reported: Sequence[str] = ()) -> LossSums:
+    """Returns the sums over no tokens, which are zeros. `reported` has the names of the loss's own metrics."""
+    zero = jnp.zeros((), jnp.float32)
+    return LossSums(zero, zero, dict.fromkeys(reported, (zero, zero)))
 
 
 def _matmul(x_CD: Array, matrix_DV: Array) -> Array:
@@ -248,12 +272,38 @@ def _chunk_loss(chunks: LossChunks, rest: Any, product_CV: Array, tokens: Tokens
     function returns anything but `LossSums` of scalars."""
     logits = logits_of(chunks.finish(rest, product_CV), chunks.data_vocab_size, chunks.placement)
     sums = chunks.loss(logits, tokens)
-    if not (isinstance(sums, LossSums) and all(jnp.shape(total) == () for total in sums)):
+    _check_sums(sums)
+    to_float32 = lambda total: jax.lax.stop_gradient(jnp.asarray(total, jnp.float32))
+    return sums._replace(reported=jax.tree.map(to_float32, dict(sums.reported)))
+
+
+def _check_sums(sums: Any) -> None:
+    """Raises `ConfigError` if a loss function has returned anything but `LossSums` of scalars."""
+    if not (isinstance(sums, LossSums) and all(jnp.shape(total) == () for total in jax.tree.leaves(sums))):
         raise ConfigError(
             "train.loss: the function must return jaxmnt.training.loss.LossSums(loss, cross_entropy), two sums over "
             f"the tokens of a chunk, not {type(sums).__name__}; docs/models.md has an example"
         )
-    return sums
+    for name, pair in sums.reported.items():
+        if not (isinstance(pair, tuple) and len(pair) == 2):
+            raise ConfigError(f"train.loss: reported[{name!r}] must be a pair of sums, (total, weight)")
+
+
+def reported_names(loss: Loss, train: Train, fields: Sequence[str], device: jax.Device) -> tuple[str, ...]:
+    """Returns the names of a loss's own metrics, by calling it for a token on one `device`, without computing anything.
+    `fields` are those of a batch. Raises `ConfigError` if the loss does not return `LossSums`."""
+    if loss is cross_entropy:
+        return ()
+    placement = Placement(build_mesh(Mesh(data=1), [device]))
+
+    def call() -> LossSums:
+        logits = Logits(jnp.zeros((1, 2)), jnp.arange(2), placement)
+        tokens = {name: jnp.zeros(1, jnp.float32 if name == "weights" else jnp.int32) for name in fields}
+        sums = loss(logits, tokens, train)
+        _check_sums(sums)
+        return sums
+
+    return tuple(sorted(jax.eval_shape(call).reported))
 
 
 def _cut_rows(chunks: LossChunks, x_BLD: Array, rows: Tokens) -> tuple[Array, Tokens]:

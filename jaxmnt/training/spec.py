@@ -57,6 +57,8 @@ class StepSpec:
     expert_method: ProductMethod | None
     """The way in which a device multiplies by the weights of experts; None in a model without experts."""
     loss: Loss
+    reported: tuple[str, ...]
+    """The names of the loss's own metrics (`LossSums.reported`)."""
     data_vocab_size: int
     fields: tuple[Field, ...]
     """The fields of a batch."""

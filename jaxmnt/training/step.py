@@ -74,6 +74,8 @@ def train_step(spec: StepSpec, state: State, batch: Batch) -> tuple[State, Metri
     stop, save, profile = jnp.sum(batch["control"], axis=0)
     # Means over targets are NaN without targets; the other metrics have a value in every step.
     target_metrics = {"loss": loss, "grad_norm": norm, "model": _layer_metrics(spec, batch_mean)}
+    if spec.reported:
+        target_metrics["reported"] = batch_mean.sums.ratios
     if batch_mean.squared_norms is not None:
         target_metrics["gradient_squares"] = batch_mean.squared_norms
     metrics = {
@@ -179,11 +181,12 @@ def _mean_squared_norms(
 
 
 def eval_step(spec: StepSpec, params: Params, buffers: Params, batch: Batch) -> Metrics:
-    """Computes the sum of the cross-entropy and the number of real targets in one global evaluation batch, and the
-    number of devices whose process asks to stop."""
+    """Computes the sum of the cross-entropy, the number of real targets and the sums of the loss's own metrics in one
+    global evaluation batch, and the number of devices whose process asks to stop."""
     evaluate = spec.on_mesh(functools.partial(_local_evaluation, spec), [spec.row_axes], ((), ()))
     sums, tokens = evaluate(params, buffers, _rows(spec, batch))
-    return {"loss_sum": sums.cross_entropy, "tokens": tokens, "stop": jnp.sum(batch["control"][:, 0])}
+    stop = jnp.sum(batch["control"][:, 0])
+    return {"loss_sum": sums.cross_entropy, "tokens": tokens, "reported": dict(sums.reported), "stop": stop}
 
 
 def _rows(spec: StepSpec, batch: Batch) -> Batch:

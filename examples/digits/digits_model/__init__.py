@@ -1,0 +1,1 @@
+"""A classifier of images of digits: its data, model family, loss and optimizer."""
