@@ -15,6 +15,7 @@ COMMANDS = {
     "preflight": ("jaxmnt.preflight.__main__", "check the hosts of a run and the network between them"),
     "plan": ("jaxmnt.plan.__main__", "find the best mesh for a run, and what the run takes and costs"),
     "simulate": ("jaxmnt.simulate", "simulate the failures and restarts of a long run on many GPUs"),
+    "check": ("jaxmnt.check.__main__", "compare a model family, a loss or an optimizer on meshes with one device"),
     "launch": ("jaxmnt.launch.__main__", "start the processes of a run"),
     "bench": ("jaxmnt.bench.__main__", "measure how a run scales over processes"),
     "drill": ("jaxmnt.drill.__main__", "inject the failures of a long run into a small version of its config"),

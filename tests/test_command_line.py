@@ -27,6 +27,8 @@ CODES = {
     "checkpoint show": HERE,
     "checkpoint diff": HERE,
     "checkpoint export": HERE,
+    "checkpoint average": HERE,
+    "check": HERE,
     "preflight": (0, 1, 2, 3, 4),
     "launch": RUN,
     "launch local": RUN,

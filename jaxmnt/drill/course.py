@@ -13,6 +13,7 @@ from jaxmnt.checkpoint.commit import valid_checkpoints
 from jaxmnt.config.load import as_override, dump_config, parse_config
 from jaxmnt.config.mesh import BATCH_AXES, STAGE_AXIS, Mesh
 from jaxmnt.config.schema import Checkpoint, Config
+from jaxmnt.config.small import small_model
 from jaxmnt.drill.faults import Fault
 from jaxmnt.errors import ConfigError, ExitCode, UserError
 from jaxmnt.models.registry import family_class
@@ -22,7 +23,6 @@ from jaxmnt.telemetry.events import METRICS, event_files, read_lines
 STEPS_PER_CHECKPOINT = 4
 """Number of steps from one checkpoint to the next."""
 
-_HIDDEN_SIZE = 64
 _SEQUENCE_LENGTH = 64
 _ROWS_PER_SHARD = 4
 _SILENCE_TIMEOUT_SECONDS = 6.0
@@ -43,17 +43,8 @@ def shrink_config(config: Config, devices: int, steps: int, compile_cache: Path 
     small_config = config.model_dump()
     grains = [data.grain, *(source.grain for source in data.sources.values())]
     has_fixed_rows = any(grain.elements == "rows" for grain in grains)
-    small_config["model"] |= {
-        "hidden_size": _HIDDEN_SIZE,
-        "num_layers": max(2, layer_chunks),
-        "num_heads": 4,
-        "num_kv_heads": 4 if model.num_kv_heads == model.num_heads else 2,
-        "head_dim": _HIDDEN_SIZE // 4,
-        "intermediate_size": 2 * _HIDDEN_SIZE,
-        "attention": "auto",
-    }
-    if "sliding_window_pattern" in family_class(model.family).settings:  # each stage has only complete patterns
-        small_config["model"] |= {"sliding_window_pattern": 2, "num_layers": 2 * max(2, layer_chunks)}
+    has_patterns = "sliding_window_pattern" in family_class(model.family).settings
+    small_config["model"] |= small_model(model, max(2, layer_chunks), has_patterns=has_patterns)
     small_config["telemetry"]["samples"] = []
     small_config["data"] |= {
         "eval_sets": {},
