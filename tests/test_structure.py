@@ -24,6 +24,7 @@ NAMING_AXES = {
     "training/build.py": "the section pipeline of the config",
     "plan/estimate.py": "time by axis",
     "drill/course.py": "the section pipeline of the config",
+    "check/meshes.py": "the meshes that are compared",
     "trained_model.py": "the mesh of a command that calls a model",
     "score.py": "the context of a text, which is no axis",
 }

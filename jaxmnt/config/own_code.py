@@ -77,16 +77,12 @@ def own_modules(config: Config) -> dict[str, str]:
 
 
 def _dotted_paths(config: Config) -> list[tuple[str, str]]:
-    """Returns the keys and values of settings that name the user's code."""
-    optimizer, sources = config.optimizer, config.data.sources
+    """Returns the keys and values of settings that name the user's code. Datasets are not among them, because their
+    contents have digests of their own."""
+    optimizer = config.optimizer
     settings = [("model.family", config.model.family), ("train.loss", config.train.loss)]
     settings += [("optimizer.kind", optimizer.kind)]
     settings += [(f"optimizer.rules.{index}.kind", rule.kind) for index, rule in enumerate(optimizer.rules)]
-    grains = {"data.grain": config.data.grain} | {
-        f"data.sources.{name}.grain": part.grain for name, part in sources.items()
-    }
-    for key, grain in grains.items():
-        settings += [] if grain is None else [(f"{key}.train", grain.train), (f"{key}.eval", grain.eval)]
     return [(key, path) for key, path in settings if path and "." in path]
 
 
