@@ -10,6 +10,11 @@ def signed(size: float = 1.0) -> optax.GradientTransformation:
     return optax.stateless(lambda updates, _: jax.tree.map(lambda g: size * jnp.sign(g), updates))
 
 
+def of_sizes(sizes: tuple[float, ...]) -> optax.GradientTransformation:
+    """Steps whose size is the sum of `sizes`."""
+    return signed(sum(sizes) / 3e-4)
+
+
 def trust() -> optax.GradientTransformation:
     """Adam's updates, scaled by the norms of whole parameters."""
     return optax.chain(optax.scale_by_adam(), optax.scale_by_trust_ratio())

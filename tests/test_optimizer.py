@@ -19,7 +19,7 @@ from jaxmnt.data.feed import to_devices
 from jaxmnt.errors import ConfigError
 from jaxmnt.parallel.layout import map_with_axes
 from jaxmnt.parallel.sharding import is_axes, parameter_name
-from jaxmnt.run.changes import changed_formulas
+from jaxmnt.run.changes import changes_outside_config
 from jaxmnt.train import train
 from jaxmnt.training import optimizer
 from jaxmnt.training.build import build_spec
@@ -205,30 +205,40 @@ def checkpoint_of(chosen, of_earlier_version):
     written = chosen.model_dump()
     if of_earlier_version:
         del written["optimizer"]["muon"]
-    return Committed(None, SimpleNamespace(config=written))
+    return Committed(None, SimpleNamespace(config=written, libraries={}))
 
 
 def test_a_run_of_an_earlier_version_with_muon_asks():
     rules = [{"pattern": "layers.mlp.*", "kind": "muon", "learning_rate_factor": 20.0}]
     chosen = test_parallel.config(optimizer={"rules": rules})
     old = checkpoint_of(chosen, of_earlier_version=True)
-    found = {change.key: change.values for change in [*changes(old.config, chosen), *changed_formulas(old, chosen)]}
+    found = {
+        change.key: change.values for change in [*changes(old.config, chosen), *changes_outside_config(old, chosen)]
+    }
     assert found == {
         "optimizer.muon.scale": "none → rms",
-        "optimizer.muon.momentum": "corrected for bias → as in torch.optim.Muon",
-        "optimizer.rules.learning_rate_factor": "of rate and decay → of the rate",
+        "formula of optimizer.muon.momentum": "corrected for bias → as in torch.optim.Muon",
+        "formula of optimizer.rules.learning_rate_factor": "of rate and decay → of the rate",
     }
     new = checkpoint_of(chosen, of_earlier_version=False)
-    assert [*changes(new.config, chosen), *changed_formulas(new, chosen)] == []
+    assert [*changes(new.config, chosen), *changes_outside_config(new, chosen)] == []
     plain = test_parallel.config()
     old = checkpoint_of(plain, of_earlier_version=True)
-    assert [*changes(old.config, plain), *changed_formulas(old, plain)] == []
+    assert [*changes(old.config, plain), *changes_outside_config(old, plain)] == []
 
 
-def test_muons_state_has_the_name_of_earlier_versions():
-    rules = [{"pattern": "layers.mlp.*", "kind": "muon"}]
-    spec = build_spec(test_parallel.config(optimizer={"rules": rules}), VOCAB, jax.devices()[:1])
-    assert "optimizer/muon/inner_state/mu/layers/mlp/gate" in arrays_by_name(abstract_state(spec))
+def test_the_state_has_the_names_of_earlier_versions():
+    """Of Muon, of AdamW beside it, and of AdamW alone, although a rule says that some parameters use it."""
+    adamw = {"pattern": "layers.attention.*", "kind": "adamw"}
+    for rules, names in (
+        ([{"pattern": "layers.mlp.*", "kind": "muon"}, adamw], ("muon/inner_state/mu", "adam/inner_state/mu")),
+        ([adamw], ("adam/mu", "adam/mu")),
+    ):
+        spec = build_spec(test_parallel.config(optimizer={"rules": rules}), VOCAB, jax.devices()[:1])
+        arrays = arrays_by_name(abstract_state(spec))
+        assert f"optimizer/{names[0]}/layers/mlp/gate" in arrays
+        assert f"optimizer/{names[1]}/layers/attention/query" in arrays
+        assert not [name for name in arrays if "-2" in name]
 
 
 # -- optimizers of one's own
@@ -294,6 +304,9 @@ def test_each_optimizer_resumes_bit_for_bit(tiny, tmp_path):
 
 
 def test_arguments_of_an_optimizer_reach_it():
+    """A number, and a list."""
+    sizes, _ = updates_of({"kind": "own_optimizers.of_sizes", "arguments": {"sizes": [1.0, 2.0]}}, {}, 1)
+    jax.tree.map(lambda update: np.testing.assert_allclose(np.abs(update), 3.0, rtol=1e-6), sizes)
     given, _ = updates_of({"kind": "own_optimizers.signed", "arguments": {"size": 2.0}}, {}, 1)
     default, _ = updates_of({"kind": "own_optimizers.signed"}, {}, 1)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, 2 * b, atol=1e-6), given, default)

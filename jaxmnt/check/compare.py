@@ -57,12 +57,12 @@ class Checker:
         self._spec = self._build(one_device)
         self._rows = _random_rows(self._spec, vocab_size)
         self._params, self._buffers = _noisy_parameters(self._spec)
-        self._expected = self._step(self._spec, self._params, None)
+        self._expected = self._step(self._spec, None)
 
     def differences(self, trial: Trial) -> list[Difference]:
         """Returns what differs on a mesh, the largest errors first. Raises `ConfigError` if the mesh is refused."""
         spec = self._build(trial)
-        results = self._step(spec, self._params, self._expected.gradients)
+        results = self._step(spec, self._expected.gradients)
         differences = [
             Difference(name, error)
             for name, number in sorted(results.numbers.items(), key=lambda pair: (pair[0] != "loss", pair[0]))
@@ -106,16 +106,16 @@ class Checker:
         with attributing_user_errors(trial.config):
             return build_spec(trial.config, self._vocab_size, jax.devices()[: trial.devices])
 
-    def _step(self, spec: StepSpec, params: Params, gradients: dict[str, np.ndarray] | None) -> StepResults:
+    def _step(self, spec: StepSpec, gradients: dict[str, np.ndarray] | None) -> StepResults:
         """Computes a step. The updates are those of these `gradients`, or of the step's own."""
-        compute, arguments = self._program(spec, params)
+        compute, arguments = self._program(spec)
         with jax.default_matmul_precision(spec.matmul_precision), attributing_user_errors(spec.config):
             numbers, own_gradients = jax.device_get(compute(*arguments))
             named = _by_name(own_gradients)
-            updates = _second_update(spec, own_gradients if gradients is None else gradients)
+            updates = _second_update(spec, named if gradients is None else gradients)
         return StepResults({name: float(number) for name, number in numbers.items()}, named, updates)
 
-    def _program(self, spec: StepSpec, params: Params) -> tuple[Any, tuple[Any, ...]]:
+    def _program(self, spec: StepSpec) -> tuple[Any, tuple[Any, ...]]:
         """Returns a function that computes the numbers and the gradients of a step, and its arguments on the mesh."""
         state, definition = abstract_state(spec), spec.definition
         count = spec.config.data.global_batch_size
@@ -135,13 +135,13 @@ class Checker:
             functools.partial(map_with_axes, spec.layout.to_device_layout, axes=axes),
             out_shardings=jax.tree.map(lambda leaf: leaf.sharding, like),
         )(tree)
-        on_mesh = place(params, definition.axes, state["params"])
+        on_mesh = place(self._params, definition.axes, state["params"])
         buffers = place(self._buffers, definition.buffer_axes, state["buffers"]) if "buffers" in state else {}
         return jax.jit(compute), (on_mesh, buffers, batch)
 
     def _explanation(self, results: StepResults) -> str:
         """Returns a cause for another loss, if it is that some parameters count several times, or not at all."""
-        compute, (params, buffers, batch) = self._program(self._spec, self._params)
+        compute, (params, buffers, batch) = self._program(self._spec)
         names = sorted({name for path, _ in jax.tree.leaves_with_path(params) for name in _prefixes(path)})
         for name in names:
             for factor in (2.0, 4.0, 8.0, 0.5, 0.0):
@@ -176,25 +176,20 @@ def _error(array: np.ndarray, expected: np.ndarray) -> float:
     return float(difference / largest) if largest else float(difference)
 
 
-def _second_update(spec: StepSpec, gradients: Any) -> dict[str, np.ndarray]:
-    """Returns the optimizer's update after it was given the same gradients twice, which are in the checkpoint layout:
-    as a tree, or by name."""
+def _second_update(spec: StepSpec, gradients: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Returns the optimizer's update after it was given the same gradients twice. All are in the checkpoint layout, by
+    name."""
     axes, state = spec.trained_axes, abstract_state(spec)
     shapes = select_trained(spec.definition.abstract, axes)
-    if isinstance(gradients, dict) and set(gradients) == set(_names(shapes)):
-        gradients = jax.tree.map_with_path(lambda path, _: gradients[parameter_name(path)], shapes)
+    tree = jax.tree.map_with_path(lambda path, _: gradients[parameter_name(path)], shapes)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, select_trained(state["params"], axes))
     place = jax.jit(functools.partial(map_with_axes, spec.layout.to_device_layout, axes=axes), out_shardings=shardings)
     restore = jax.jit(functools.partial(map_with_axes, spec.layout.to_checkpoint_layout, axes=axes))
-    on_mesh = place(gradients)
+    on_mesh = place(tree)
     update = jax.jit(spec.optimizer.update)
     _, optimizer = update(on_mesh, jax.jit(spec.optimizer.init)(on_mesh), on_mesh)
     updates, _ = update(on_mesh, optimizer, on_mesh)
     return _by_name(jax.device_get(restore(updates)))
-
-
-def _names(tree: Any) -> list[str]:
-    return [parameter_name(path) for path, _ in jax.tree.leaves_with_path(tree)]
 
 
 def _noisy_parameters(spec: StepSpec) -> tuple[Params, Params]:

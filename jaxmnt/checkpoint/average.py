@@ -5,11 +5,7 @@ et al. 2018, arXiv:1803.05407). With one checkpoint, the parameters are those of
 (`optimizer.average`).
 """
 
-import secrets
-import shutil
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,15 +14,15 @@ import numpy as np
 
 from jaxmnt.checkpoint import digest
 from jaxmnt.checkpoint.arrays import Reader, Writer, split_array
-from jaxmnt.checkpoint.commit import Committed, begin_step, commit
-from jaxmnt.checkpoint.manifest import Array, DamagedError, Manifest
-from jaxmnt.checkpoint.refs import CHECKPOINTS, HUGGING_FACE_SUBFOLDER, RUN_FILE
-from jaxmnt.config.load import dump_config, parse_config
-from jaxmnt.config.schema import CLUSTER_SECTIONS, Config
+from jaxmnt.checkpoint.commit import Committed
+from jaxmnt.checkpoint.manifest import Array, DamagedError
+from jaxmnt.checkpoint.new_run import begin_checkpoint, commit_run, new_folder
+from jaxmnt.checkpoint.refs import HUGGING_FACE_SUBFOLDER
+from jaxmnt.config.load import parse_config
+from jaxmnt.config.schema import Config
 from jaxmnt.data.run_tokenizer import FOLDER as TOKENIZER_SUBFOLDER
-from jaxmnt.errors import ConfigError, UserError
-from jaxmnt.storage import StoragePath, is_link, publish, publish_bytes, read
-from jaxmnt.strict_json import json_text
+from jaxmnt.errors import ConfigError
+from jaxmnt.storage import StoragePath, is_link, publish_bytes, read
 
 _PIECE_BYTES = 64 << 20
 
@@ -45,24 +41,19 @@ def write_average(
     checkpoints belong to different models, if a single one has no average, or if the folder exists, and `DamagedError`.
     An error leaves no folder.
     """
-    if out.exists():
-        raise ConfigError(f"{out} exists already; name a new folder")
     last = checkpoints[-1]
-    sources = _sources(checkpoints)
-    config = _config(last.config, out)
-    with _new_folder(out):
-        path = out / CHECKPOINTS / str(last.step)
-        path.parent.mkdir(parents=True)
-        begin_step(path)
-        arrays = _write_arrays(path, sources, note_array)
-        run, manifest = secrets.token_hex(6), last.manifest
-        tree = config.model_dump(exclude=CLUSTER_SECTIONS)
-        commit(path, Manifest(run, last.step, arrays, tree, manifest.tokens, manifest.data, loss=None, lineage=[]))
-        (out / "config.yaml").write_text(dump_config(config), encoding="utf-8")
-        publish(out / RUN_FILE, json_text({"run": run, "lineage": [], "time": time.time()}, indent=1) + "\n")
+    with new_folder(out):
+        sources = _sources(checkpoints)
+        writer = begin_checkpoint(out, last.step)
+        for source in sources:
+            note_array(source.name)
+            _write_mean(writer, source)
         for name in (TOKENIZER_SUBFOLDER, HUGGING_FACE_SUBFOLDER):
             _copy_folder(name, roots, out)
-    return path
+        manifest = last.manifest
+        return commit_run(
+            out, _config(last.config, out), writer, last.step, tokens=manifest.tokens, data_digests=manifest.data
+        )
 
 
 @dataclass(frozen=True)
@@ -115,23 +106,19 @@ def _check_same_model(checkpoints: Sequence[Committed]) -> None:
             )
 
 
-def _write_arrays(path: Path, sources: Sequence[_Source], note_array: Callable[[str], None]) -> dict[str, Array]:
-    """Writes the mean of each source, and returns the entries of the manifest."""
-    writer = Writer(path)
-    for source in sources:
-        note_array(source.name)
-        shape, dtype = source.arrays[0][1].shape, np.dtype(source.dtype)
-        writer.create(source.name, shape, dtype)
-        digests = [digest.ZERO for _ in source.arrays]
-        for start, index in split_array(source.arrays[0][1], _PIECE_BYTES):
-            pieces = [reader.read(name, index) for reader, _, name in source.arrays]
-            for number, piece in enumerate(pieces):
-                digests[number] = digest.add(digests[number], digest.block_digest(piece, start, shape))
-            writer.write(source.name, start, _mean(pieces, dtype))
-        for content, (_, array, name) in zip(digests, source.arrays, strict=True):
-            if digest.to_text(content) != array.content:
-                raise DamagedError(f"array {name} of a checkpoint is not what was saved: its digest differs")
-    return writer.finish()
+def _write_mean(writer: Writer, source: _Source) -> None:
+    """Writes the mean of a source, piece by piece. Raises `DamagedError` if an array is not what was saved."""
+    entry, dtype = source.arrays[0][1], np.dtype(source.dtype)
+    writer.create(source.name, entry.shape, dtype)
+    digests = [digest.ZERO for _ in source.arrays]
+    for start, index in split_array(entry, _PIECE_BYTES):
+        pieces = [reader.read(name, index) for reader, _, name in source.arrays]
+        for number, piece in enumerate(pieces):
+            digests[number] = digest.add(digests[number], digest.block_digest(piece, start, entry.shape))
+        writer.write(source.name, start, _mean(pieces, dtype))
+    for content, (_, array, name) in zip(digests, source.arrays, strict=True):
+        if digest.to_text(content) != array.content:
+            raise DamagedError(f"array {name} of a checkpoint is not what was saved: its digest differs")
 
 
 def _mean(pieces: Sequence[np.ndarray], dtype: np.dtype) -> np.ndarray:
@@ -163,18 +150,3 @@ def _copy_folder(name: str, roots: Sequence[StoragePath], out: Path) -> None:
                 if not is_link(file):
                     publish_bytes(out / name / file.name, read(file))
             return
-
-
-@contextmanager
-def _new_folder(out: Path) -> Iterator[None]:
-    """Removes the folder after an error."""
-    try:
-        yield
-    except BaseException as error:
-        shutil.rmtree(out, ignore_errors=True)
-        if isinstance(error, OSError):
-            raise UserError(
-                f"{error.filename or out} cannot be written: {error.strerror or error}; fix that and run the same "
-                "command again"
-            ) from error
-        raise

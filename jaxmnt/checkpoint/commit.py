@@ -22,7 +22,7 @@ from typing import Any
 from jaxmnt import storage
 from jaxmnt.checkpoint import manifest as manifests
 from jaxmnt.checkpoint.manifest import DamagedError, Manifest
-from jaxmnt.config.load import parse_config, with_settings_of_its_time
+from jaxmnt.config.load import parse_config
 from jaxmnt.config.schema import Config
 from jaxmnt.errors import UserError, printable
 from jaxmnt.storage import StoragePath
@@ -50,7 +50,17 @@ class Committed:
     @property
     def config(self) -> Config:
         """The run's config when the checkpoint was written. Raises `ConfigError` if this version cannot read it."""
-        return parse_config(with_settings_of_its_time(self.manifest.config), f"the config in {self.path}")
+        return parse_config(_with_settings_of_its_time(self.manifest.config), f"the config in {self.path}")
+
+
+def _with_settings_of_its_time(tree: dict[str, Any]) -> dict[str, Any]:
+    """Returns the settings of a run that an earlier version may have written, with what that version computed where a
+    newer setting has another default. Then the change counts as a change of that setting."""
+    optimizer = tree.get("optimizer", {})
+    uses_muon = any(rule.get("kind") == "muon" for rule in optimizer.get("rules", []))
+    if uses_muon and "muon" not in optimizer:
+        return tree | {"optimizer": optimizer | {"muon": {"scale": "none"}}}
+    return tree
 
 
 def step_of(name: str) -> int | None:

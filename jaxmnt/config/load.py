@@ -183,16 +183,6 @@ def parse_config(tree: dict[str, Any], name: str = "config") -> Config:
         raise ConfigError(explain(error, {}, name)) from error
 
 
-def with_settings_of_its_time(tree: dict[str, Any]) -> dict[str, Any]:
-    """Returns the settings of a run that an earlier version may have written, with what that version computed where a
-    newer setting has another default. Then the change counts as a change of that setting."""
-    optimizer = tree.get("optimizer", {})
-    uses_muon = any(rule.get("kind") == "muon" for rule in optimizer.get("rules", []))
-    if uses_muon and "muon" not in optimizer:
-        return tree | {"optimizer": optimizer | {"muon": {"scale": "none"}}}
-    return tree
-
-
 def dump_config(config: Config) -> str:
     """Returns the complete config as YAML, without the sections that describe where a run executes."""
     return _dump_yaml(config.model_dump(exclude=CLUSTER_SECTIONS))

@@ -8,14 +8,17 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
-from typing import Any, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
 from jaxmnt.config.schema import Config
 from jaxmnt.errors import ConfigError, UserError, printable, suggest, summary
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+T = TypeVar("T", bound="DataclassInstance")
 
 _LIBRARIES = {"jaxmnt", "jax", "optax", "flax", "grain"}
 """Packages that are not the user's own, although a config may name something in them."""
@@ -42,7 +45,7 @@ def own_settings(kind: type[T], values: Mapping[str, Any], key: str, owner: str)
     Values are not converted to other types. Raises `ConfigError`, which names the setting `key`.NAME and its `owner`,
     for a name that the dataclass does not have, a value of another type, and a missing value.
     """
-    fields = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    fields = {field.name: field for field in dataclasses.fields(kind)}
     types = get_type_hints(kind)
     for name, setting in values.items():
         if name not in fields:
@@ -66,7 +69,7 @@ def own_modules(config: Config) -> dict[str, str]:
     """
     paths = _dotted_paths(config)
     for key, path in paths:
-        import_dotted(path, key, "something")
+        import_dotted(path, key, "a class" if key == "model.family" else "a function")
     packages = {path.partition(".")[0] for _, path in paths} - _LIBRARIES
     files = {
         name: module.__file__

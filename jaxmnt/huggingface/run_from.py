@@ -4,9 +4,6 @@ The run can then be trained further (`run.init_from`), sampled from and compared
 needs no accelerator.
 """
 
-import secrets
-import shutil
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,25 +11,20 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxmnt.checkpoint.arrays import Writer
-from jaxmnt.checkpoint.commit import begin_step, commit
-from jaxmnt.checkpoint.manifest import Manifest
 from jaxmnt.checkpoint.names import arrays_by_name
-from jaxmnt.checkpoint.refs import CHECKPOINTS, RUN_FILE
-from jaxmnt.config.load import dump_config, parse_config
+from jaxmnt.checkpoint.new_run import begin_checkpoint, commit_run, new_folder
+from jaxmnt.config.load import parse_config
 from jaxmnt.config.schema import Config
 from jaxmnt.data import run_tokenizer
 from jaxmnt.data.run_tokenizer import RunTokenizer
 from jaxmnt.data.tokenizer import TOKENIZER_FILE, HuggingFace
-from jaxmnt.errors import ConfigError, UserError, printable
+from jaxmnt.errors import ConfigError, printable
 from jaxmnt.huggingface import companions
 from jaxmnt.huggingface.config import read_config
 from jaxmnt.huggingface.folder import CONFIG, Folder, StoredTensor, read_json
 from jaxmnt.huggingface.tensors import Part, Parts, round_to
 from jaxmnt.models.contract import Definition, define
 from jaxmnt.models.registry import build_family, family_class
-from jaxmnt.storage import publish
-from jaxmnt.strict_json import json_text
 
 STEP = 0
 _DEFAULT_SEQUENCE_LENGTH = 4096
@@ -46,27 +38,17 @@ def make_run(folder: Folder, out: Path, dtype: str, report_progress: Callable[[s
     parameter. Raises `ConfigError` if the folder has no known model, or if the directory exists,
     and `UserError` if it cannot be written. An error leaves no directory.
     """
-    if out.exists():
-        raise ConfigError(f"{out} exists already; name a new folder")
-    config = _run_config(folder, out, dtype)
-    vocab_size = config.model.vocab_size
-    assert vocab_size is not None
-    definition = define(build_family(config.model, vocab_size))
-    parts_by_parameter, stored_tensors = folder.match_tensors(definition)
-    folder.check_tied_head(definition.family)
-    tokenizer = _read_tokenizer(folder, vocab_size)
-    try:
+    with new_folder(out):
+        config = _run_config(folder, out, dtype)
+        vocab_size = config.model.vocab_size
+        assert vocab_size is not None
+        definition = define(build_family(config.model, vocab_size))
+        parts_by_parameter, stored_tensors = folder.match_tensors(definition)
+        folder.check_tied_head(definition.family)
+        tokenizer = _read_tokenizer(folder, vocab_size)
         return _write_run(
             out, config, definition, parts_by_parameter, stored_tensors, tokenizer, folder, dtype, report_progress
         )
-    except BaseException as error:
-        shutil.rmtree(out, ignore_errors=True)  # this call has created it
-        if isinstance(error, OSError):
-            raise UserError(
-                f"{error.filename or out} cannot be written: {error.strerror or error}; fix that and run the same "
-                "command again"
-            ) from error
-        raise
 
 
 def _write_run(
@@ -81,10 +63,7 @@ def _write_run(
     report_progress: Callable[[str], None],
 ) -> Path:
     """Writes the files of the run directory `out`, and returns the path of the checkpoint."""
-    path = out / CHECKPOINTS / str(STEP)
-    path.parent.mkdir(parents=True)
-    begin_step(path)
-    writer = Writer(path)
+    writer = begin_checkpoint(out, STEP)
     for name, leaf in arrays_by_name({"params": definition.abstract}).items():
         report_progress(name)
         writer.create(name, leaf.shape, np.dtype(dtype))
@@ -95,11 +74,7 @@ def _write_run(
     for name, array in arrays_by_name({"buffers": jax.device_get(definition.initial_buffers())}).items():
         writer.create(name, array.shape, array.dtype)
         writer.write(name, (0,) * array.ndim, array)
-    run = secrets.token_hex(6)
-    tree = config.model_dump(exclude={"cluster", "launch", "slurm", "gke"})
-    commit(path, Manifest(run, STEP, writer.finish(), tree, tokens=0, data={}, loss=None, lineage=[]))
-    (out / "config.yaml").write_text(dump_config(config), encoding="utf-8")
-    publish(out / RUN_FILE, json_text({"run": run, "lineage": [], "time": time.time()}, indent=1) + "\n")
+    path = commit_run(out, config, writer, STEP)
     companions.write_run_files(out, companions.read_files(folder.path))
     if tokenizer is not None:
         run_tokenizer.write_tokenizer(out, tokenizer)

@@ -16,8 +16,8 @@ from jaxmnt.parallel.chunks import halo_length
 from jaxmnt.parallel.sharding import FLOAT32_AXES, SCALES_AND_BIASES, Axes
 from jaxmnt.training import engine
 from jaxmnt.training.memory_suggestions import parameters_of
-from jaxmnt.training.muon import Group, group_of, matrix_form
-from jaxmnt.training.optimizer import parameter_kinds
+from jaxmnt.training.muon import Group, group_of
+from jaxmnt.training.optimizer import muon_forms
 from jaxmnt.training.remat import EXPERT_EXCHANGES, layer_collectives, recomputes_layers
 from jaxmnt.training.spec import StepSpec
 from jaxmnt.training.state import elements_per_device
@@ -71,12 +71,11 @@ def minimum_traffic(spec: StepSpec) -> Traffic:
 
 def _add_muon_traffic(spec: StepSpec, traffic: Traffic) -> None:
     """Adds the bytes that devices exchange for Muon, once per step, to `traffic` (`training.muon`)."""
-    kinds = parameter_kinds(spec.config, spec.trained_axes, list(spec.slots))
+    forms = muon_forms(spec.config, spec.trained_axes, list(spec.slots))
     counts: dict[Group, int] = defaultdict(int)
     for name, leaf, names in parameters_of(spec):
-        form = matrix_form(names, stacked=names[0] in spec.slots)
-        if form is not None and name in kinds and kinds[name].name == "muon":
-            group, count = group_of(form, names, leaf.sharding.shard_shape(leaf.shape), spec.placement)
+        if name in forms:
+            group, count = group_of(forms[name], names, leaf.sharding.shard_shape(leaf.shape), spec.placement)
             counts[group] += count
     for group, count in counts.items():
         if group.axes:

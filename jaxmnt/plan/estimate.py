@@ -411,7 +411,7 @@ class Step:
             least, most = matrices.least, matrices.most
             products = (least, least, most), (least, least, least), (least, most, least)
             step = sum(self.product_seconds(*sides, dtype) for sides in products)
-            seconds += self.scheme.muon_steps * self.muon_rounds(matrices)[0] * step
+            seconds += matrices.steps * self.muon_rounds(matrices)[0] * step
         return seconds
 
     def muon_rounds(self, matrices: MuonMatrices) -> tuple[int, int]:

@@ -151,7 +151,6 @@ class Search:
             float8_least=self.config.train.float8_least, overlap=_guess_overlap(candidate),
             residual_bytes=row_residuals * candidate.rows / (candidate.context * candidate.pipeline),
             expert_round=self.config.model.expert_round or EXPERT_ROUND,
-            muon_steps=self.config.optimizer.muon.steps,
         )  # fmt: skip
         if scheme.dtype == "float8" and not uses_float8(self.shape, scheme):
             return None

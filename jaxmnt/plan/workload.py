@@ -13,8 +13,7 @@ from jaxmnt.models.experts import EXPERT_ROUND
 from jaxmnt.parallel.chunks import halo_length
 from jaxmnt.parallel.sharding import Overlap, named_leaves
 from jaxmnt.training.memory_suggestions import residual_bytes
-from jaxmnt.training.muon import matrix_form
-from jaxmnt.training.optimizer import parameter_kinds
+from jaxmnt.training.optimizer import muon_forms
 from jaxmnt.training.pipeline_schedule import PipelineSchedule
 from jaxmnt.training.remat import recomputes_layers
 from jaxmnt.training.spec import StepSpec
@@ -67,20 +66,22 @@ class MuonMatrices(NamedTuple):
     """The shorter side."""
     most: int
     of_experts: bool
+    steps: int
+    """Steps of the iteration (`optimizer.muon.steps`)."""
 
 
 def muon_matrices(config: Config, definition: Definition) -> tuple[MuonMatrices, ...]:
     """Returns the matrices that Muon updates."""
     trained = trained_axes(definition.axes, config.optimizer.frozen)
     stacks = [group.name for group in definition.groups]
-    kinds = parameter_kinds(config, trained, stacks)
+    forms = muon_forms(config, trained, stacks)
     counts: Counter[tuple[int, int, bool]] = Counter()
     for name, leaf, names in named_leaves(definition.abstract, definition.axes):
-        form = matrix_form(names, stacked=names[0] in stacks) if name in kinds and kinds[name].name == "muon" else None
-        if form is not None:
-            least, most = sorted(form.size(leaf.shape))
+        if name in forms:
+            least, most = sorted(forms[name].size(leaf.shape))
             counts[least, most, "experts" in names] += math.prod(leaf.shape) // (least * most)
-    return tuple(MuonMatrices(count, *sides) for sides, count in sorted(counts.items()))
+    steps = config.optimizer.muon.steps
+    return tuple(MuonMatrices(count, *sides, steps) for sides, count in sorted(counts.items()))
 
 
 def model_shape(definition: Definition, config: Config | None = None) -> ModelShape:
@@ -111,8 +112,6 @@ class Scheme:
     expert: int = 1
     expert_round: float = EXPERT_ROUND
     """Rows of a round of experts, relative to an even load (`model.expert_round`)."""
-    muon_steps: int = 5
-    """Steps of Muon's iteration."""
     zero: int = 3
     """ZeRO stage over `fsdp`, `context` and, for all but experts, `expert`."""
     chunks: int = 1
@@ -208,7 +207,6 @@ def scheme_of(spec: StepSpec) -> Scheme:
         zero=spec.zero,
         chunks=schedule.chunks,
         expert_round=config.model.expert_round or EXPERT_ROUND,
-        muon_steps=config.optimizer.muon.steps,
         remat=config.train.remat if config.train.remat != "names" else "full",
         keeps_attention=ATTENTION in _saved_names(config.train),
         dtype=spec.dtype.name if spec.float8 is None else "float8",

@@ -133,7 +133,13 @@ def unaccepted_changes(
     return [change for change in unexpected if change.key not in accepted or accepted[change.key] != change.now]
 
 
-def changed_code(checkpoint: Committed, config: Config) -> list[Change]:
+def changes_outside_config(checkpoint: Committed, config: Config) -> list[Change]:
+    """Returns changes of the maths since a checkpoint that are not changes of the config: of this version's formulas,
+    and of the user's own code."""
+    return [*_changed_formulas(checkpoint, config), *_changed_code(checkpoint, config)]
+
+
+def _changed_code(checkpoint: Committed, config: Config) -> list[Change]:
     """Returns a change for each module of the user's own code that differs from the one that the checkpoint's run
     imported. Their keys are the modules' names after `MODULE_PREFIX`, and their values are digests.
 
@@ -151,16 +157,19 @@ def changed_code(checkpoint: Committed, config: Config) -> list[Change]:
     ]
 
 
-def changed_formulas(checkpoint: Committed, config: Config) -> list[Change]:
+def _changed_formulas(checkpoint: Committed, config: Config) -> list[Change]:
     """Returns changes of this version's formulas that alter the maths of a run whose checkpoint an earlier version
-    wrote. Their keys are those of the settings that the formulas belong to."""
+    wrote."""
     if "muon" in checkpoint.manifest.config.get("optimizer", {}):
         return []
     rules, changed = config.optimizer.rules, []
     if any(rule.kind == "muon" for rule in rules):
-        changed.append(Change("optimizer.muon.momentum", "corrected for bias", "as in torch.optim.Muon", "maths"))
+        changed.append(
+            Change("formula of optimizer.muon.momentum", "corrected for bias", "as in torch.optim.Muon", "maths")
+        )
     if any(rule.learning_rate_factor not in (None, 1.0) for rule in rules):
-        changed.append(Change("optimizer.rules.learning_rate_factor", "of rate and decay", "of the rate", "maths"))
+        key = "formula of optimizer.rules.learning_rate_factor"
+        changed.append(Change(key, "of rate and decay", "of the rate", "maths"))
     return changed
 
 

@@ -55,27 +55,18 @@ class Evaluator:
         state: dict[str, Any],
         should_stop: Callable[[], bool] = lambda: False,
         note_progress: Callable[[str], None] = lambda done: None,
+        *,
+        averaged: bool = False,
     ) -> dict[str, EvaluationSums] | None:
-        """Returns the result of each source and set, equal in all processes. Empty if no data is held out.
+        """Returns the result of each source and set, equal in all processes. Empty if no data is held out. With
+        `averaged`, the results are those of the averaged parameters.
 
         The result of a source without targets is a sum over 0 tokens. Calls `should_stop` before each batch to ask
         whether this process wants to stop, and `note_progress` after each batch. If any process wants to stop, returns
         None in all processes after the same batch.
         """
-        return self._evaluate(model_state(state), should_stop, note_progress)
-
-    def of_average(
-        self,
-        state: dict[str, Any],
-        should_stop: Callable[[], bool] = lambda: False,
-        note_progress: Callable[[str], None] = lambda done: None,
-    ) -> dict[str, EvaluationSums] | None:
-        """Returns the results of the averaged parameters, like those of the parameters themselves."""
-        return self._evaluate(averaged_model(self._program.spec, state), should_stop, note_progress)
-
-    def _evaluate(
-        self, model: dict[str, Any], should_stop: Callable[[], bool], note_progress: Callable[[str], None]
-    ) -> dict[str, EvaluationSums] | None:
+        spec = self._program.spec
+        model = averaged_model(spec, state) if averaged else model_state(state)
         results = {}
         batches_done = 0
         batch_count = sum(-(-part.row_count // self._program.eval_rows) for part in self._parts.values())

@@ -190,7 +190,7 @@ def _evaluate(run: Running) -> float | None:
     with run.watchdog.during("evaluating", limits.evaluate_seconds), _timed_phase(run, "evaluation"):
         results, of_average = run.evaluator(progress.state, should_stop, run.watchdog.note_progress), None
         if "average" in progress.state and results is not None:
-            of_average = run.evaluator.of_average(progress.state, should_stop, run.watchdog.note_progress)
+            of_average = run.evaluator(progress.state, should_stop, run.watchdog.note_progress, averaged=True)
             results = None if of_average is None else results
         if run.sampler is not None and results is not None:
             samples = run.sampler(progress.state, progress.step, run.watchdog.note_progress)

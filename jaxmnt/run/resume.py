@@ -38,8 +38,7 @@ from jaxmnt.huggingface.folder import Folder
 from jaxmnt.run import fresh
 from jaxmnt.run.branch import branch_point, branch_remark
 from jaxmnt.run.changes import (
-    changed_code,
-    changed_formulas,
+    changes_outside_config,
     different_data,
     rate_remarks,
     refuse_changes,
@@ -198,7 +197,7 @@ def _resume_from(
     manifest = checkpoint.manifest
     accepted = None
     remarks = []
-    outside_config = [*changed_formulas(checkpoint, config), *changed_code(checkpoint, config)]
+    outside_config = changes_outside_config(checkpoint, config)
     config_changes = [*changes(checkpoint.config, config), *outside_config]
     refuse_changes(config, digests, checkpoint, config_changes)
     unaccepted = unaccepted_changes(config, checkpoint, config_changes, contents.accepted_values)
@@ -286,14 +285,8 @@ def begin_run(config: Config, data: Sources, run: str) -> ResumePoint:
     if branch_message is not None:
         remarks.append(branch_message)
     remarks += rate_remarks(checkpoint, config)
-    return ResumePoint(
-        run,
-        [parent, *manifest.lineage],
-        checkpoint,
-        "fork",
-        [*changes(origin_config, config), *changed_formulas(checkpoint, config)],
-        remarks,
-    )
+    all_changes = [*changes(origin_config, config), *changes_outside_config(checkpoint, config)]
+    return ResumePoint(run, [parent, *manifest.lineage], checkpoint, "fork", all_changes, remarks)
 
 
 def resume_point(

@@ -4,8 +4,9 @@ Optax computes all but Muon. The transformations turn a gradient into a directio
 clipping are the same for all of them.
 """
 
-from collections.abc import Callable, Collection
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ from jaxmnt.config.schema import Config
 from jaxmnt.config.schema import Optimizer as OptimizerConfig
 from jaxmnt.errors import ConfigError
 from jaxmnt.parallel.sharding import SCALES_AND_BIASES, Axes, Placement, is_axes, parameter_name
-from jaxmnt.training.muon import matrix_form, scale_by_muon
+from jaxmnt.training.muon import MatrixForm, matrix_form, scale_by_muon
 from jaxmnt.training.own_optimizer import check_transformation, load_transformation
 from jaxmnt.training.trained import match_parameters
 
@@ -48,18 +49,26 @@ def _main_schedule(optimizer: OptimizerConfig, steps: int) -> optax.Schedule:
     return optax.join_schedules([constant, decay], [steps - decay_steps])
 
 
-class Kind(NamedTuple):
+@dataclass(frozen=True)
+class Kind:
     """A transformation of gradients, as `optimizer.kind` or a rule sets it."""
 
     name: str
     """adamw, muon, or the dotted path of a function that returns an `optax.GradientTransformation`."""
     arguments: tuple[tuple[str, Any], ...] = ()
     """The arguments of the function."""
-    key: str = "optimizer"
-    """The config section that sets it, for messages."""
+    key: str = field(default="optimizer", compare=False)
+    """The config section that sets it, for messages. Parameters with equal kinds share a transformation, whichever
+    section sets it."""
 
 
 ADAMW, MUON = Kind("adamw"), Kind("muon")
+
+
+def _kind_of(name: str, arguments: Mapping[str, Any], key: str = "optimizer") -> Kind:
+    """Returns a kind with these arguments, of which lists become tuples, because kinds are keys."""
+    fixed = {name: tuple(setting) if isinstance(setting, list) else setting for name, setting in arguments.items()}
+    return Kind(name, tuple(sorted(fixed.items())), key)
 
 
 def parameter_kinds(config: Config, axes: Any, stacks: Collection[str]) -> dict[str, Kind]:
@@ -71,7 +80,7 @@ def parameter_kinds(config: Config, axes: Any, stacks: Collection[str]) -> dict[
     """
     optimizer = config.optimizer
     rules = _rules_by_parameter(config, axes)
-    default = Kind(optimizer.kind, tuple(sorted(optimizer.arguments.items())))
+    default = _kind_of(optimizer.kind, optimizer.arguments)
     kinds = {}
     for path, names in jax.tree.leaves_with_path(axes, is_leaf=is_axes):
         name, is_stacked = parameter_name(path), path[0].key in stacks
@@ -79,7 +88,7 @@ def parameter_kinds(config: Config, axes: Any, stacks: Collection[str]) -> dict[
         index = rules.get(name)
         rule = None if index is None else optimizer.rules[index]
         if rule is not None and rule.kind is not None:
-            kind = Kind(rule.kind, tuple(sorted(rule.arguments.items())), f"optimizer.rules.{index}")
+            kind = _kind_of(rule.kind, rule.arguments, f"optimizer.rules.{index}")
             if kind.name == "muon" and not has_matrices:
                 raise ConfigError(
                     f"optimizer.rules: {name} must be a matrix for muon; change the pattern, or set adamw"
@@ -90,6 +99,17 @@ def parameter_kinds(config: Config, axes: Any, stacks: Collection[str]) -> dict[
                 kind = ADAMW
         kinds[name] = kind
     return kinds
+
+
+def muon_forms(config: Config, axes: Any, stacks: Collection[str]) -> dict[str, MatrixForm]:
+    """Returns the matrices in each parameter that Muon updates, by name."""
+    kinds = parameter_kinds(config, axes, stacks)
+    forms = {
+        parameter_name(path): matrix_form(names, stacked=path[0].key in stacks)
+        for path, names in jax.tree.leaves_with_path(axes, is_leaf=is_axes)
+        if kinds[parameter_name(path)] == MUON
+    }
+    return {name: form for name, form in forms.items() if form is not None}
 
 
 def build_optimizer(
@@ -129,7 +149,7 @@ def build_optimizer(
         return _with_state_dtype(transformation, jnp.dtype(optimizer.state_dtype))
 
     used_kinds = list(dict.fromkeys(kinds.values()))
-    if used_kinds == [ADAMW]:
+    if set(used_kinds) <= {ADAMW}:
         return optax.named_chain(("adam", transformation_of(ADAMW)), *chain), schedule
     parts = []
     for kind, label in _labels(used_kinds).items():

@@ -1,8 +1,8 @@
 """The train state: its parts, and their shapes, dtypes and shardings in the device layout and the checkpoint layout.
 
 Each part has a name: params, optimizer, counters, bad_steps, buffers if the model has some, and average if the
-parameters are averaged. A part that is added
-later gets a new name. Checkpoints without that part can still be read, and it then starts as in a new run.
+parameters are averaged. A part that is added later gets a new name. Checkpoints without that part can still be read,
+and it then starts as in a new run.
 """
 
 import math

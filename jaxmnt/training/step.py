@@ -73,13 +73,8 @@ def train_step(spec: StepSpec, state: State, batch: Batch) -> tuple[State, Metri
     # The flags are summed over all devices, so that every process sees those of all others.
     stop, save, profile = jnp.sum(batch["control"], axis=0)
     # Means over targets are NaN without targets; the other metrics have a value in every step.
-    target_metrics = {"loss": loss, "grad_norm": norm, "model": _layer_metrics(spec, batch_mean)}
-    if spec.reported:
-        target_metrics["reported"] = batch_mean.sums.ratios
-    if batch_mean.squared_norms is not None:
-        target_metrics["gradient_squares"] = batch_mean.squared_norms
     metrics = {
-        **jax.tree.map(lambda value: _mean_or_nan(has_targets, value), target_metrics),
+        **jax.tree.map(lambda value: _mean_or_nan(has_targets, value), _target_metrics(spec, batch_mean, norm)),
         "learning_rate": jnp.asarray(spec.learning_rate(updates_applied(state)), jnp.float32),
         "tokens": batch_mean.tokens,
         "bad_steps": new_state["bad_steps"]["total"],
@@ -89,6 +84,20 @@ def train_step(spec: StepSpec, state: State, batch: Batch) -> tuple[State, Metri
         "profile": profile,
     }
     return new_state, metrics
+
+
+def _target_metrics(spec: StepSpec, mean: "MeanGradients", norm: Array) -> Metrics:
+    """Returns the metrics that are means over targets. `norm` is that of the gradients."""
+    metrics = {
+        "loss": mean.sums.cross_entropy * mean.scale,
+        "grad_norm": norm,
+        "model": _layer_metrics(spec, mean),
+    }
+    if spec.reported:
+        metrics["reported"] = mean.sums.ratios
+    if mean.squared_norms is not None:
+        metrics["gradient_squares"] = mean.squared_norms
+    return metrics
 
 
 def updates_applied(state: State) -> Array:
