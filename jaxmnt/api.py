@@ -24,7 +24,7 @@ from jaxmnt.data.text_pieces import decode_after
 from jaxmnt.errors import ConfigError
 from jaxmnt.run.branch import branch_points
 from jaxmnt.run.rundir import branches_of, read_config
-from jaxmnt.trained_model import restore_model
+from jaxmnt.trained_model import AdapterOptions, restore_model
 from jaxmnt.training.inference import row_logits
 from jaxmnt.training.spec import StepSpec
 
@@ -147,13 +147,17 @@ def load_run(
     *,
     mesh: Mapping[str, int] | None = None,
     devices: Sequence[jax.Device] | None = None,
+    base: str | None = None,
+    adapters: bool = True,
 ) -> Run:
     """Loads the newest valid checkpoint of a run, or the one of `step`, from a run directory or a gs:// address.
 
     `mesh` maps axes to their sizes, such as {"fsdp": 4, "model": 2}, and uses as many of `devices` (default: those of
     this process) as it needs. Without a mesh, the model is on one device. There is no pipeline, even if the run was
-    trained with one. The arrays are checked against their digests. Raises `ConfigError` if the run or step does not
-    exist or the mesh is not possible, and `DamagedError` for a checkpoint that differs from what was saved.
+    trained with one. The arrays are checked against their digests. For a run with adapters, `base` is where its base is
+    now (default: where the run has read it), and with `adapters=False` the model is the base alone. Raises
+    `ConfigError` if the run or step does not exist or the mesh is not possible, and `DamagedError` for a checkpoint
+    that differs from what was saved.
     """
     text = str(directory) if step is None else f"{directory}@{step}"
     checkpoint = find(text, "load_run")
@@ -165,7 +169,7 @@ def load_run(
     if needed > len(available):
         raise ConfigError(f"mesh: it needs {needed} devices, but there are {len(available)}; make it smaller")
     used = available if -1 in sizes.sizes().values() else available[:needed]
-    spec, state = restore_model(checkpoint, config, tokenizer.vocab_size, sizes, used)
+    spec, state = restore_model(checkpoint, config, tokenizer.vocab_size, sizes, used, AdapterOptions(base, adapters))
     folder = next(iter(start_folders(text, checkpoint, config)), Path.cwd())
     branches = branch_points(checkpoint.manifest.lineage)
     return Run(config, checkpoint.step, state, spec, tokenizer, folder, branches)

@@ -22,6 +22,7 @@ from jaxmnt.strict_json import json_text
 from jaxmnt.telemetry.progress import Work, working
 from jaxmnt.trained_model import (
     RefusedLine,
+    adapter_options,
     add_arguments,
     check_size,
     exit_code_of,
@@ -97,7 +98,7 @@ def main(arguments: list[str]) -> int:
     _check(options)
 
     with working("starting") as work:
-        selected = find_model(options.run, options.tokenizer)
+        selected = find_model(options.run, options.tokenizer, adapter_options(options))
         loaded = load_for_lines(selected, _requests(options, selected), options.overrides, work, generates=True)
         if loaded is None:
             return ExitCode.FINISHED

@@ -14,7 +14,7 @@ from jaxmnt.errors import ConfigError, ExitCode, how_to_install, printable
 from jaxmnt.generate import Request, complete
 from jaxmnt.score import ScoreRequest, continuation_of, scores
 from jaxmnt.strict_json import json_text
-from jaxmnt.trained_model import add_arguments, check_size, find_model
+from jaxmnt.trained_model import adapter_options, add_arguments, check_size, find_model
 
 if TYPE_CHECKING:
     from jaxmnt.trained_model import SelectedModel, TrainedModel
@@ -50,7 +50,7 @@ def main(arguments: list[str]) -> int:
     names = options.tasks.split(",")
     if unknown := [name for name in names if not manager.match_tasks([name])]:
         raise ConfigError(f"--tasks: {printable(unknown[0])} is not known; name its folder with --include")
-    selected = find_model(options.run, options.tokenizer)
+    selected = find_model(options.run, options.tokenizer, adapter_options(options))
     model = selected.load(options.overrides)
     results = lm_eval.simple_evaluate(
         model=adapter(selected, model, options.batch, chat=options.chat), tasks=names, task_manager=manager,

@@ -20,6 +20,7 @@ from jaxmnt.strict_json import json_text
 from jaxmnt.telemetry.progress import working
 from jaxmnt.trained_model import (
     RefusedLine,
+    adapter_options,
     add_arguments,
     check_size,
     exit_code_of,
@@ -56,7 +57,7 @@ def main(arguments: list[str]) -> int:
     check_size(options, "batch")
 
     with working("starting") as work:
-        selected = find_model(options.run, options.tokenizer)
+        selected = find_model(options.run, options.tokenizer, adapter_options(options))
         parse = lambda where, record: (record, request_of(selected.vocabulary, record, where))
         lines = json_lines(options.input, parse)
         loaded = load_for_lines(selected, lines, options.overrides, work)

@@ -64,6 +64,7 @@ class SelectedModel:
     config: "Config"
     vocabulary: "Vocabulary"
     chat: "ModelChat"
+    adapters: "AdapterOptions"
 
     @property
     def window(self) -> int:
@@ -81,26 +82,55 @@ class SelectedModel:
         mesh = _mesh(self.config, overrides, len(devices))
         if generates:
             check_generation(mesh.context)
-        spec, state = restore_model(self.checkpoint, self.config, self.vocabulary.size, mesh, devices)
+        spec, state = restore_model(self.checkpoint, self.config, self.vocabulary.size, mesh, devices, self.adapters)
         generator = Generator(spec)
         weights = generator.place(state.pop("params"), state.pop("buffers", {}))
         return TrainedModel(spec, generator, weights, self.vocabulary, self.window)
 
 
+class AdapterOptions(NamedTuple):
+    """Says how the model of a run with adapters is loaded."""
+
+    base: str | None = None
+    """The place of the base, if it has moved."""
+    enabled: bool = True
+    """False to load the base alone."""
+
+
+WITH_ADAPTERS = AdapterOptions()
+"""Adapters beside a base that is where the run has read it."""
+
+
 def restore_model(
-    checkpoint: "Committed", config: "Config", vocab_size: int, mesh: "Mesh", devices: "Sequence[jax.Device]"
+    checkpoint: "Committed",
+    config: "Config",
+    vocab_size: int,
+    mesh: "Mesh",
+    devices: "Sequence[jax.Device]",
+    adapters: AdapterOptions = WITH_ADAPTERS,
 ) -> "tuple[StepSpec, dict[str, Any]]":
     """Loads a checkpoint's model, for data with `vocab_size` ids, onto a mesh of these devices. Returns its static
-    specification and its state (parameters and buffers)."""
+    specification and its state (parameters and buffers). The base of a run with adapters is read from where the run has
+    read it, and compared with the digests in the checkpoint.
+
+    Raises `ConfigError` for options about adapters if the run has none."""
     from jaxmnt.checkpoint.manifest import DamagedError
     from jaxmnt.checkpoint.restore import restore
     from jaxmnt.distributed.identity import Identity
+    from jaxmnt.lora.inference import restore_with_base
     from jaxmnt.training.build import inference_spec
     from jaxmnt.training.state import abstract_state, canonical_abstract, model_state
 
+    if checkpoint.manifest.base is None and adapters != WITH_ADAPTERS:
+        option = "--base" if adapters.base is not None else "--without-adapters"
+        raise ConfigError(f"{option}: {checkpoint.path} has no adapters; leave it out")
+    if not adapters.enabled:
+        config = config.model_copy(update={"lora": None})
     spec = inference_spec(config, vocab_size, mesh, devices)
-    target = model_state(canonical_abstract(spec, abstract_state(spec)))
     try:
+        if checkpoint.manifest.base is not None:
+            return spec, restore_with_base(checkpoint, spec, adapters.base)
+        target = model_state(canonical_abstract(spec, abstract_state(spec)))
         return spec, restore(checkpoint, target, Identity()).state
     except DamagedError as damage:
         raise DamagedError(
@@ -120,13 +150,25 @@ def add_arguments(parser: Parser) -> None:
         metavar="PATH",
         help="tokenizer of a run that was trained on token arrays: bytes, or the tokenizer.json that made them",
     )
+    parser.add_argument(
+        "--base",
+        type=path_argument,
+        metavar="hf:FOLDER|RUN",
+        help="where the base of a run with adapters is now; default: where the run has read it",
+    )
+    parser.add_argument("--without-adapters", action="store_true", help="use the base of a run with adapters alone")
     parser.add_argument("--batch", type=int, default=8, metavar="N", help="number of rows in a batch (8)")
     parser.add_argument(
         "overrides", nargs="*", metavar="mesh.AXIS=N", help="mesh of the local devices; default: all on mesh.model"
     )
 
 
-def find_model(run: str, tokenizer: str | None) -> SelectedModel:
+def adapter_options(options: argparse.Namespace) -> AdapterOptions:
+    """Returns how the command line says that the model of a run with adapters is loaded."""
+    return AdapterOptions(options.base, not options.without_adapters)
+
+
+def find_model(run: str, tokenizer: str | None, adapters: AdapterOptions = WITH_ADAPTERS) -> SelectedModel:
     """Finds the model that `--run` and `--tokenizer` name. Raises `ConfigError` if its checkpoint or vocabulary is
     missing."""
     from jaxmnt.distributed.local_gpus import default_to_cpu
@@ -143,7 +185,8 @@ def find_model(run: str, tokenizer: str | None) -> SelectedModel:
     chat = tokenizer_of_model.chat or chat_of_files(files)
     is_trained = tokenizer_of_model.chat is not None
     vocabulary = _vocabulary(tokenizer_of_model, checkpoint, files)
-    return SelectedModel(checkpoint, checkpoint.config, vocabulary, ModelChat(chat, vocabulary, is_trained=is_trained))
+    model_chat = ModelChat(chat, vocabulary, is_trained=is_trained)
+    return SelectedModel(checkpoint, checkpoint.config, vocabulary, model_chat, adapters)
 
 
 def _vocabulary(selected: "_SelectedTokenizer", checkpoint: "Committed", files: dict[str, bytes]) -> "Vocabulary":

@@ -148,7 +148,8 @@ def shared_programs(monkeypatch):
             return program
         program, initial = _PROGRAMS[key]
         again = replace(program, spec=replace(program.spec, config=resolve(replace(program.spec, config=config))))
-        vars(again)["init"] = lambda: jax.tree.map(jnp.copy, initial())  # a step takes the state that it is given
+        copied = lambda: jax.tree.map(jnp.copy, initial())  # a step takes the state that it is given
+        vars(again)["init"] = lambda parts=None: {part: copied()[part] for part in parts or again.abstract_state}
         vars(again)["evaluate"] = lambda *given: program.evaluate(*given)
         return again
 

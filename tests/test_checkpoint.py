@@ -191,10 +191,10 @@ def test_a_loss_that_is_no_number_is_null_in_json(tmp_path, capsys):
 
 
 def test_another_format_is_refused_and_not_taken_for_damage(tmp_path):
-    record = {"format": 4, "whatever": "a later version writes"}
+    record = {"format": 5, "whatever": "a later version writes"}
     record["seal"] = json_digest(record)
     (tmp_path / manifest.MANIFEST_FILE).write_text(json.dumps(record))
-    words = "format version 4, but this jaxmnt .* reads 2 and 3; use a newer jaxmnt"
+    words = "format version 5, but this jaxmnt .* reads 2 to 4; use a newer jaxmnt"
     with pytest.raises(OtherFormatError, match=words):
         manifest.read(tmp_path)
     (tmp_path / manifest.MANIFEST_FILE).write_text(json.dumps({"format": 1, "notes": {}, "files": {}}))
@@ -997,10 +997,10 @@ def test_a_newer_format_stops_the_run_and_is_left_alone(tiny, finished):
     config = tiny()
     shutil.copytree(finished, config.run.dir)
     path = Path(config.run.dir) / "checkpoints" / "20" / manifest.MANIFEST_FILE
-    record = json.loads(path.read_text()) | {"format": 4}
+    record = json.loads(path.read_text()) | {"format": 5}
     record.pop("seal")
     path.write_text(json.dumps(record | {"seal": json_digest(record)}))
-    with pytest.raises(ConfigError, match="format version 4"):
+    with pytest.raises(ConfigError, match="format version 5"):
         train(config, devices=one_device())
     assert path.exists()
 

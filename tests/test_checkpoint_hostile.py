@@ -406,7 +406,7 @@ def test_a_forged_shape_is_no_work(root, capsys):
 
 
 def test_a_format_of_the_future_is_still_left_alone(root):
-    forge(root / "15", _set("format", value=4))
+    forge(root / "15", _set("format", value=5))
     before = snapshot(root)
     with pytest.raises(OtherFormatError):
         commit.clean_up(root, "run")

@@ -46,6 +46,8 @@ CODES = {
     "bench": HERE,
     "convert from-hf": HERE,
     "convert to-hf": HERE,
+    "convert from-peft": HERE,
+    "convert to-peft": HERE,
     "convert settings": HERE,
     "schema": HERE,
 }

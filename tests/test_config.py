@@ -84,7 +84,7 @@ def test_every_setting_that_names_a_folder_is_known_as_a_path():
     paths = {name for name, field in fields_by_key().items() if "path" in field}
     named = {name for name in fields_by_key() if name.rpartition(".")[2] in ("path", "dir", "stage_dir", "mounts")}
     assert named < paths
-    assert paths - named == {"run.init_from", "run.fork_from", "run.compile_cache", "launch.python"}
+    assert paths - named == {"run.init_from", "run.fork_from", "run.compile_cache", "launch.python", "lora.init_from"}
 
 
 def test_options_that_are_paths_begin_in_a_home(tmp_path, monkeypatch):
@@ -139,8 +139,12 @@ def test_what_is_wrong_with_a_file_that_is_extended_is_named(tmp_path, base, wor
 
 
 def test_what_other_programs_do_and_this_one_does_not_is_said(tmp_path):
-    with pytest.raises(ConfigError, match=r"lora: unknown key; LoRA is not available in this version"):
-        load(tmp_path, "lora: {rank: 8}")
+    with pytest.raises(ConfigError, match=r"dpo: unknown key; Training on preferences is not available in"):
+        load(tmp_path, "dpo: {beta: 0.1}")
+    with pytest.raises(ConfigError, match=r"lora\.r: unknown key; .*lora\.rank"):
+        load(tmp_path, "lora: {r: 8}")
+    with pytest.raises(ConfigError, match=r"peft: unknown key; did you mean lora"):
+        load(tmp_path, "peft: {rank: 8}")
     with pytest.raises(ConfigError, match=r"optimizer\.rules\.0\.patern: unknown key; did you mean .*\.pattern\?"):
         load(tmp_path, "optimizer: {rules: [{patern: x}]}")
 

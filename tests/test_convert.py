@@ -85,17 +85,17 @@ def test_an_export_that_was_interrupted_goes_on(tmp_path, monkeypatch):
     command = ["to-hf", str(tmp_path / "run"), str(tmp_path / "out"), "--file-gb", "6e-5"]
     whole, written = exports._write_file, []
 
-    def once(export, reader, file, *rest):
+    def once(export, file, *rest):
         if written:
             raise OSError("gone")
         written.append(file)
-        whole(export, reader, file, *rest)
+        whole(export, file, *rest)
 
     monkeypatch.setattr(exports, "_write_file", once)
     with pytest.raises(UserError, match="cannot be written: gone; fix that and run the same command again"):
         convert.main(command)
     assert not (tmp_path / "out").exists()
-    monkeypatch.setattr(exports, "_write_file", lambda *all: (written.append(all[2]), whole(*all)))
+    monkeypatch.setattr(exports, "_write_file", lambda *all: (written.append(all[1]), whole(*all)))
     assert convert.main(command) == ExitCode.FINISHED
     assert len(written) == len(set(written)), "no file is written twice"
     assert [path.name for path in tmp_path.iterdir() if "building" in path.name] == []
@@ -114,7 +114,7 @@ def test_an_export_of_damaged_arrays_is_none(tmp_path):
     checkpoint = find(str(tmp_path / "run"), "run")
     wrong = checkpoint.manifest.arrays["params/norm/scale"]
     checkpoint.manifest.arrays["params/norm/scale"] = type(wrong)(wrong.shape, wrong.dtype, "0" * 16)
-    export = exports.plan_export(checkpoint, {}, None, None, 1 << 30)
+    export = exports.plan_export(checkpoint, exports.CheckpointArrays(checkpoint), {}, None, None, 1 << 30)
     with pytest.raises(DamagedError, match="array params/norm/scale is not what was saved"):
         exports.write_export(export, tmp_path / "out")
     assert not [path for path in tmp_path.iterdir() if "out" in path.name]

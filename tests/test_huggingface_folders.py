@@ -189,7 +189,9 @@ def test_a_tensor_that_the_index_does_not_name_counts(folder, extra, words):
 
 
 def exported(checkpoint, companions, tokenizer, folder, dtype=None):
-    export = exports.plan_export(checkpoint, companions, tokenizer, dtype, 1 << 30)
+    export = exports.plan_export(
+        checkpoint, exports.CheckpointArrays(checkpoint), companions, tokenizer, dtype, 1 << 30
+    )
     assert exports.write_export(export, folder)
     return load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
 

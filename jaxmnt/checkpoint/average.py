@@ -52,8 +52,9 @@ def write_average(
             _copy_folder(name, roots, out)
         manifest = last.manifest
         return commit_run(
-            out, _config(last.config, out), writer, last.step, tokens=manifest.tokens, data_digests=manifest.data
-        )
+            out, _config(last.config, out), writer, last.step, tokens=manifest.tokens, data_digests=manifest.data,
+            base=manifest.base,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,8 @@ def _check_same_model(checkpoints: Sequence[Committed]) -> None:
     }
     last = checkpoints[-1]
     for checkpoint in checkpoints[:-1]:
-        if checkpoint.config.model != last.config.model or parameters(checkpoint) != parameters(last):
+        same_base = checkpoint.manifest.base == last.manifest.base
+        if checkpoint.config.model != last.config.model or parameters(checkpoint) != parameters(last) or not same_base:
             raise ConfigError(
                 f"checkpoint: {checkpoint.path} and {last.path} belong to different models; name checkpoints of one "
                 "model"
@@ -134,7 +136,9 @@ def _mean(pieces: Sequence[np.ndarray], dtype: np.dtype) -> np.ndarray:
 def _config(config: Config, out: Path) -> Config:
     """Returns the config of the result, which has no average of its own."""
     tree: dict[str, Any] = config.model_dump()
-    tree["run"] |= {"dir": str(out), "init_from": None, "fork_from": None, "init_from_changes": []}
+    tree["run"] |= {"dir": str(out), "fork_from": None, "init_from_changes": []}
+    if config.lora is None:
+        tree["run"]["init_from"] = None
     tree["checkpoint"]["dir"] = None
     tree["optimizer"]["average"] = None
     return parse_config(tree, str(out))

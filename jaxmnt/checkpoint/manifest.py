@@ -24,6 +24,9 @@ FORMAT_VERSION = 2
 _BRANCH_VERSION = 3
 """Format version of a branch's checkpoints, whose lineage contains row numbers of the data; version 2 cannot
 represent these."""
+_BASE_VERSION = 4
+"""Format version of checkpoints of a run with adapters, which name the frozen parameters of the run."""
+_VERSIONS = (FORMAT_VERSION, _BRANCH_VERSION, _BASE_VERSION)
 
 
 class DamagedError(UserError):
@@ -49,6 +52,17 @@ class Array:
 
 
 @dataclass(frozen=True)
+class Base:
+    """The frozen parameters of a run with adapters, which its checkpoints do not contain."""
+
+    source: str
+    """The model that they are read from: hf:FOLDER, or the directory of a run's checkpoint."""
+    arrays: dict[str, Array]
+    """The description of each, under the name that it would have in a checkpoint. Its dtype is the dtype in which it
+    was read."""
+
+
+@dataclass(frozen=True)
 class Manifest:
     """The description of a checkpoint, which is stored with it."""
 
@@ -70,6 +84,8 @@ class Manifest:
     """Time of the commit, in Unix seconds."""
     jaxmnt: str = __version__
     libraries: dict[str, str] = field(default_factory=dict)
+    base: Base | None = None
+    """The frozen parameters; None if the checkpoint has all parameters."""
 
     @property
     def bytes(self) -> int:
@@ -99,6 +115,7 @@ def write(directory: StoragePath, manifest: Manifest, files: dict[str, list[Any]
     `files` has `[size in bytes, SHA-256 or None]` of each file, by the file's path in `directory`.
     """
     version = _BRANCH_VERSION if any("row" in parent for parent in manifest.lineage) else FORMAT_VERSION
+    version = version if manifest.base is None else _BASE_VERSION
     record = finite({"format": version, "manifest": to_plain(manifest), "files": files})
     record["seal"] = json_digest(record)
     publish(directory / MANIFEST_FILE, json_text(record, indent=1, sort_keys=True))
@@ -121,12 +138,12 @@ def read(directory: StoragePath) -> tuple[Manifest, dict[str, list[Any]]]:
     seal = record.pop("seal", None)
     sealed = seal == json_digest(record)
     # The first version had no seal, and all later versions have this one. Anything else is damage, not another version.
-    supported = version in (FORMAT_VERSION, _BRANCH_VERSION)
+    supported = version in _VERSIONS
     if type(version) is int and 0 < version < 1000 and not supported and (sealed or seal is None):
-        newer = version > _BRANCH_VERSION
+        newer = version > _VERSIONS[-1]
         raise OtherFormatError(
             f"checkpoint {directory} has format version {version}, but this jaxmnt ({__version__}) reads "
-            f"{FORMAT_VERSION} and {_BRANCH_VERSION}; use {'a newer' if newer else 'an older'} jaxmnt, or choose "
+            f"{_VERSIONS[0]} to {_VERSIONS[-1]}; use {'a newer' if newer else 'an older'} jaxmnt, or choose "
             "another directory"
         )
     if not sealed or not supported:
@@ -153,16 +170,24 @@ def first_problem(error: ValidationError) -> str:
 
 def from_plain(fields: dict[str, Any]) -> Manifest:
     """Returns the manifest that `to_plain` has turned into these fields."""
-    fields = dict(fields)
-    arrays = {
-        name: Array(tuple(array["shape"]), array["dtype"], array["content"]) for name, array in fields["arrays"].items()
+    arrays_of = lambda entries: {
+        name: Array(tuple(array["shape"]), array["dtype"], array["content"]) for name, array in entries.items()
     }
-    return Manifest(**{**fields, "arrays": arrays})
+    base = fields.get("base")
+    return Manifest(
+        **{
+            **fields,
+            "arrays": arrays_of(fields["arrays"]),
+            "base": None if base is None else Base(base["source"], arrays_of(base["arrays"])),
+        }
+    )
 
 
 def to_plain(manifest: Manifest) -> dict[str, Any]:
     """Returns the manifest's fields as plain JSON types, and with each array its bound digest."""
     fields = asdict(manifest)
+    if manifest.base is None:
+        del fields["base"]  # versions before _BASE_VERSION do not have it
     for name, array in fields["arrays"].items():
         array["digest"] = manifest.bound_digest(name)
     return fields
@@ -195,11 +220,19 @@ class Parent(_Strict):
     `row`."""
 
 
-class _Array(_Strict):
+class _BaseArray(_Strict):
     shape: list[_Count]
     dtype: Annotated[str, Field(pattern=f"^({'|'.join(_ELEMENT_BYTES)})$")]
     content: _Text
+
+
+class _Array(_BaseArray):
     digest: _Text
+
+
+class _Base(_Strict):
+    source: _Text
+    arrays: dict[_Name, _BaseArray]
 
 
 class _Manifest(_Strict):
@@ -214,6 +247,7 @@ class _Manifest(_Strict):
     time: Annotated[float, Field(ge=0, le=1e11)]
     jaxmnt: _Text
     libraries: dict[_Text, _Text]
+    base: _Base | None = None
 
 
 class _Record(_Strict):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from jaxmnt.checkpoint.arrays import Writer
 from jaxmnt.checkpoint.commit import begin_step, commit
-from jaxmnt.checkpoint.manifest import Manifest
+from jaxmnt.checkpoint.manifest import Base, Manifest
 from jaxmnt.checkpoint.refs import CHECKPOINTS, RUN_FILE
 from jaxmnt.config.load import dump_config
 from jaxmnt.config.schema import CLUSTER_SECTIONS, Config
@@ -54,11 +54,16 @@ def commit_run(
     *,
     tokens: int = 0,
     data_digests: Mapping[str, str] | None = None,
+    base: Base | None = None,
 ) -> Path:
-    """Commits the checkpoint, and writes the run's config and its id. Returns the path of the checkpoint."""
+    """Commits the checkpoint, and writes the run's config and its id. Returns the path of the checkpoint. `base`
+    describes the frozen parameters of a run with adapters."""
     path, run = out / CHECKPOINTS / str(step), secrets.token_hex(6)
     tree = config.model_dump(exclude=CLUSTER_SECTIONS)
-    commit(path, Manifest(run, step, writer.finish(), tree, tokens, dict(data_digests or {}), loss=None, lineage=[]))
+    manifest = Manifest(
+        run, step, writer.finish(), tree, tokens, dict(data_digests or {}), loss=None, lineage=[], base=base
+    )
+    commit(path, manifest)
     (out / "config.yaml").write_text(dump_config(config), encoding="utf-8")
     publish(out / RUN_FILE, json_text({"run": run, "lineage": [], "time": time.time()}, indent=1) + "\n")
     return path

@@ -176,16 +176,17 @@ def mismatched_arrays(exchange: str, manifest: Manifest, arrays: dict[str, Array
     `exchange` names the exchange between the processes. The name must be the same in all of them, and be used once.
     """
 
-    def mismatches(shares: list[str]) -> str:
-        contents = digest.decode(sorted(arrays), shares)
-        differs = lambda name: manifest.bound_digest(name, contents[name]) != manifest.bound_digest(name)
-        return json_text([name for name in sorted(arrays) if differs(name)])
+    contents = content_digests(exchange, arrays, identity)
+    differs = lambda name: manifest.bound_digest(name, contents[name]) != manifest.bound_digest(name)
+    return [name for name in sorted(arrays) if differs(name)]
 
+
+def content_digests(exchange: str, arrays: dict[str, Array], identity: Identity) -> dict[str, str]:
+    """Returns, in all processes, the digest of each array's content. `exchange` is as in `mismatched_arrays`."""
     share = digest.encode(start_digests(arrays).wait())
-    return [
-        str(name)
-        for name in json.loads(agree(f"{exchange}: digests", share, mismatches, identity, _PEER_TIMEOUT_SECONDS))
-    ]
+    add_up = lambda shares: json_text(digest.decode(sorted(arrays), shares))
+    contents: dict[str, str] = json.loads(agree(f"{exchange}: digests", share, add_up, identity, _PEER_TIMEOUT_SECONDS))
+    return contents
 
 
 def raise_together(name: str, trouble: UserError | None, identity: Identity) -> None:

@@ -14,6 +14,7 @@ import yaml
 from pydantic import ValidationError
 
 from jaxmnt.config.explain import COMMAND_LINE, explain, field_of, source_of
+from jaxmnt.config.lora import PEFT_PREFIX
 from jaxmnt.config.schema import CLUSTER_SECTIONS, Config
 from jaxmnt.errors import ConfigError, listed, printable, shortened
 
@@ -513,7 +514,7 @@ def _expand_homes(value: Any, dotted: str, source_of: Callable[[str], str]) -> A
 
 def expand_home(path: str) -> str:
     """Returns the path with `~` or `~NAME` expanded. Raises `ValueError` if there is no such user."""
-    prefix = HUGGING_FACE_PREFIX if path.startswith(HUGGING_FACE_PREFIX) else ""
+    prefix = next((prefix for prefix in (HUGGING_FACE_PREFIX, PEFT_PREFIX) if path.startswith(prefix)), "")
     expanded = os.path.expanduser(path.removeprefix(prefix))  # noqa: PTH111 (pathlib drops a slash at the end)
     if expanded.startswith("~"):
         user = expanded.partition("/")[0]

@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 
 from jaxmnt.config.clusters import Gke, Launch, Slurm
 from jaxmnt.config.data import Data, check_data
+from jaxmnt.config.lora import Lora
 from jaxmnt.config.mesh import Mesh, Pipeline, check_pipeline, complete_mesh
 from jaxmnt.config.model import Model, complete_model
 from jaxmnt.config.section import OwnValue, Section, breaking_key, key, maths_key
@@ -367,6 +368,9 @@ class Config(Section):
     data: Data = Data()
     model: Model = Model()
     optimizer: Optimizer = Optimizer()
+    lora: Lora | None = breaking_key(
+        None, "Train adapters beside frozen weights (docs/lora.md). null: train the parameters themselves."
+    )
     checkpoint: Checkpoint = Checkpoint()
     mesh: Mesh = Mesh()
     pipeline: Pipeline = Pipeline()
@@ -383,7 +387,8 @@ class Config(Section):
         """Replaces empty sections (null in YAML) with their defaults."""
         if not isinstance(raw, dict):
             return raw
-        return {name: ({} if value is None and name != "seed" else value) for name, value in raw.items()}
+        not_sections = ("seed", "lora")
+        return {name: ({} if value is None and name not in not_sections else value) for name, value in raw.items()}
 
     @model_validator(mode="after")
     def _check_and_complete(self) -> Self:
@@ -410,6 +415,11 @@ class Config(Section):
                 f"cluster.nccl_timeout_seconds: {timeout} must be above the watchdog's longest limit ({longest_wait:g} "
                 "s), or NCCL ends processes before the watchdog can name the process at fault; raise it, or leave it "
                 "out"
+            )
+        if self.lora is not None and self.optimizer.frozen:
+            raise ValueError(
+                "optimizer.frozen: with lora, all parameters but the adapters are frozen; remove it, and name those "
+                "that should train in lora.also_train"
             )
         check_data(self.data)
         check_pipeline(self.pipeline, self.mesh.pipeline, self.model.num_layers)

@@ -16,7 +16,7 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -49,11 +49,55 @@ class LayerRange(NamedTuple):
     end: int
 
 
+class ArraySource(Protocol):
+    """The arrays of a model, by their names in a checkpoint."""
+
+    def shape(self, name: str) -> Shape:
+        """Returns the shape of the array."""
+
+    def chunk_shape(self, name: str) -> Shape:
+        """Returns the shape of the smallest part of the array that is read at once."""
+
+    def read(self, name: str, index: Sequence[slice]) -> np.ndarray:
+        """Returns a part of the array as it is stored."""
+
+    def finish(self, name: str, index: Sequence[slice], piece: np.ndarray, dtype: np.dtype) -> np.ndarray:
+        """Returns what an export in `dtype` writes for this part of the array, of which `read` has returned `piece`. It
+        is not rounded to `dtype`."""
+
+    def content(self, name: str) -> str:
+        """Returns the digest of the array as it is stored."""
+
+
+class CheckpointArrays:
+    """The arrays of a checkpoint, which an export writes as they are."""
+
+    def __init__(self, checkpoint: Committed):
+        self._arrays = checkpoint.manifest.arrays
+        self._reader = Reader(checkpoint, [name for name in self._arrays if name.startswith("params/")])
+
+    def shape(self, name: str) -> Shape:
+        return self._arrays[name].shape
+
+    def chunk_shape(self, name: str) -> Shape:
+        return self._reader.chunk_shape(name)
+
+    def read(self, name: str, index: Sequence[slice]) -> np.ndarray:
+        return self._reader.read(name, index)
+
+    def finish(self, name: str, index: Sequence[slice], piece: np.ndarray, dtype: np.dtype) -> np.ndarray:
+        return piece
+
+    def content(self, name: str) -> str:
+        return self._arrays[name].content
+
+
 @dataclass(frozen=True)
 class Export:
     """The plan of an export: its files and their contents. It is the same in all processes."""
 
     checkpoint: Committed
+    arrays: ArraySource
     parts: Parts
     files: dict[str, list[LayerRange]]
     dtype: np.dtype
@@ -84,14 +128,15 @@ class Export:
 
 def plan_export(
     checkpoint: Committed,
+    arrays: ArraySource,
     companions: Files,
     tokenizer: RunTokenizer | None,
     dtype: str | None,
     file_bytes: int,
 ) -> Export:
-    """Returns the plan of an export. `companions` are the files that came with the model. The run's own `tokenizer`
-    takes precedence over theirs. If `dtype` is None, the export has the dtype of the model that the run came from, or
-    float32 if there is none. Each file has about `file_bytes`.
+    """Returns the plan of an export of the model in `arrays`. `companions` are the files that came with
+    the model. The run's own `tokenizer` takes precedence over theirs. If `dtype` is None, the export has the dtype of
+    the model that the run came from, or float32 if there is none. Each file has about `file_bytes`.
 
     Raises `ConfigError` for a family that Hugging Face does not know.
     """
@@ -126,7 +171,7 @@ def plan_export(
 
     files = divide_into_files(parts, np.dtype(dtype_name).itemsize, file_bytes)
     untrained_rows = config.model.vocab_size - model.vocab_size
-    export = Export(checkpoint, parts, files, np.dtype(dtype_name), companions, untrained_rows)
+    export = Export(checkpoint, arrays, parts, files, np.dtype(dtype_name), companions, untrained_rows)
     if len(files) > 1:
         tensors = [(part, file) for file in files for part in export.tensors(file)]
         total = sum(_size_in_bytes(part, export.dtype) for part, _ in tensors)
@@ -176,15 +221,11 @@ def write_export(
             return True  # another process has published it
         raise ConfigError(f"{folder} exists already; name a new folder")
     temporary = folder.with_name(f".{folder.name}.{export.id}.building")
-    files = sorted(export.files)[process::processes]
-    layer_ranges = [layer_range for file in files for layer_range in export.files[file]]
-    names = {_checkpoint_name(name) for layer_range in layer_ranges for name in layer_range.parameters}
     try:
         temporary.mkdir(parents=True, exist_ok=True)
-        reader = Reader(export.checkpoint, sorted(names))
-        for file in files:
+        for file in sorted(export.files)[process::processes]:
             if not (temporary / f"{file}.digests").exists():
-                _write_file(export, reader, file, temporary, report_progress)
+                _write_file(export, file, temporary, report_progress)
         return _publish(export, temporary, folder)
     except ConfigError:
         shutil.rmtree(temporary, ignore_errors=True)  # the same command would fail again
@@ -218,8 +259,8 @@ def _publish(export: Export, temporary: Path, folder: Path) -> bool:
     for digests in file_digests:
         for name, lanes in digests.items():
             totals[name] = digest.add(totals.get(name, digest.ZERO), (lanes[0], lanes[1]))
-    arrays = export.checkpoint.manifest.arrays
-    if damaged := sorted(name for name in totals if digest.to_text(totals[name]) != arrays[name].content):
+    expected = export.arrays.content
+    if damaged := sorted(name for name in totals if digest.to_text(totals[name]) != expected(name)):
         shutil.rmtree(temporary, ignore_errors=True)
         raise DamagedError(f"checkpoint {export.checkpoint.path}: array {damaged[0]} is not what was saved")
     with contextlib.suppress(FileNotFoundError):  # another process may be publishing as well
@@ -273,9 +314,7 @@ def _checkpoint_name(parameter: str) -> str:
 # -- one file
 
 
-def _write_file(
-    export: Export, reader: Reader, file: str, temporary: Path, report_progress: Callable[[str], None]
-) -> None:
+def _write_file(export: Export, file: str, temporary: Path, report_progress: Callable[[str], None]) -> None:
     """Writes a file under a temporary name, renames it, and writes the digests of the data that was read for it."""
     for leftover in temporary.glob(f".{file}.*"):  # from a process that was killed
         leftover.unlink()
@@ -286,7 +325,7 @@ def _write_file(
         for parameter in layer_range.parameters:
             report_progress(parameter)
             name = _checkpoint_name(parameter)
-            lanes = _copy_layers(export, reader, parameter, layer_range, path, offsets)
+            lanes = _copy_layers(export, parameter, layer_range, path, offsets)
             totals[name] = digest.add(totals.get(name, digest.ZERO), lanes)
     with path.open("rb+") as opened:
         os.fsync(opened.fileno())
@@ -316,19 +355,20 @@ def begin_file(path: Path, tensors: list[Part], dtype: np.dtype) -> dict[str, in
 
 
 def _copy_layers(
-    export: Export, reader: Reader, parameter: str, layer_range: LayerRange, path: Path, offsets: dict[str, int]
+    export: Export, parameter: str, layer_range: LayerRange, path: Path, offsets: dict[str, int]
 ) -> digest.Lanes:
     """Copies layers of a parameter into their tensors, piece by piece, and returns the digest of these layers, which is
     their part of the array's digest."""
     name = _checkpoint_name(parameter)
     parts = export.parts[parameter]
-    shape = export.checkpoint.manifest.arrays[name].shape
+    shape = export.arrays.shape(name)
     total = digest.ZERO
     stack_dimensions = len(shape) - len(parts[0].shape)
     layer_bounds = (layer_range.begin, layer_range.end) if stack_dimensions else None
-    for start, slices in _pieces(reader.chunk_shape(name), shape, layer_bounds):
-        piece = reader.read(name, slices)
+    for start, slices in _pieces(export.arrays.chunk_shape(name), shape, layer_bounds):
+        piece = export.arrays.read(name, slices)
         total = digest.add(total, digest.block_digest(piece, start, shape))
+        piece = export.arrays.finish(name, slices, piece, export.dtype)
         # The piece has a part for each index in the stack, which is (layer,), (layer, expert) or empty.
         for index in np.ndindex(piece.shape[:stack_dimensions]):
             layer, expert, *_ = *map(int, np.add(index, start[:stack_dimensions])), 0, 0

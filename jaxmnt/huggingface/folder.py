@@ -219,6 +219,12 @@ class Folder:
             ) from error
         return matrix.nbytes
 
+    def map_matrix(self, stored: StoredTensor) -> np.ndarray:
+        """Returns a tensor as a memory-mapped matrix; a vector as one column."""
+        return np.memmap(self.path / stored.file, stored.dtype, "r", stored.begin, stored.shape).reshape(
+            stored.shape[0], -1
+        )
+
     def close(self) -> None:
         for descriptor in self._descriptors.values():
             os.close(descriptor)
@@ -279,21 +285,7 @@ class Folder:
         """Returns the entry of each tensor in the header of a file, with offsets from the beginning of the file. Raises
         `ConfigError` if the safetensors library does not accept the file."""
         if file not in self._headers:
-            path = self.path / file
-            try:
-                with safe_open(path, "numpy"):
-                    pass  # raises for a damaged file
-                with path.open("rb") as opened:
-                    length = int.from_bytes(opened.read(8), "little")
-                    header = json.loads(opened.read(length))
-            except (SafetensorError, OSError) as error:
-                raise ConfigError(
-                    f"{self._key}: {path} is not a complete safetensors file: {printable(str(error))}; copy it again"
-                ) from error
-            header.pop("__metadata__", None)
-            for entry in header.values():
-                entry["data_offsets"] = [8 + length + offset for offset in entry["data_offsets"]]
-            self._headers[file] = header
+            self._headers[file] = read_header(self.path / file, self._key)
         return self._headers[file]
 
     def _descriptor(self, file: str) -> int:
@@ -301,6 +293,35 @@ class Folder:
         if file not in self._descriptors:
             self._descriptors[file] = os.open(self.path / file, os.O_RDONLY)
         return self._descriptors[file]
+
+
+def read_header(path: Path, key: str) -> dict[str, Any]:
+    """Returns the entry of each tensor in the header of a safetensors file, with offsets from the beginning of the
+    file. Raises `ConfigError` if the safetensors library does not accept the file."""
+    try:
+        with safe_open(path, "numpy"):
+            pass  # raises for a damaged file
+        with path.open("rb") as opened:
+            length = int.from_bytes(opened.read(8), "little")
+            header: dict[str, Any] = json.loads(opened.read(length))
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(
+            f"{key}: {path} is not a complete safetensors file: {printable(str(error))}; copy it again"
+        ) from error
+    header.pop("__metadata__", None)
+    for entry in header.values():
+        entry["data_offsets"] = [8 + length + offset for offset in entry["data_offsets"]]
+    return header
+
+
+def map_tensor(path: Path, entry: dict[str, Any], key: str) -> np.ndarray:
+    """Returns a tensor of a safetensors file, memory-mapped. `entry` is that of `read_header`. Raises `ConfigError` for
+    a dtype that is not supported."""
+    if entry["dtype"] not in DTYPES:
+        raise ConfigError(
+            f"{key}: {path} has a tensor of type {entry['dtype']}; supported types are {', '.join(DTYPES)}"
+        )
+    return np.memmap(path, DTYPES[entry["dtype"]], "r", entry["data_offsets"][0], tuple(entry["shape"]))
 
 
 def read_json(path: Path, key: str) -> dict[str, Any]:

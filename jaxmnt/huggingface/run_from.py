@@ -39,13 +39,13 @@ def make_run(folder: Folder, out: Path, dtype: str, report_progress: Callable[[s
     and `UserError` if it cannot be written. An error leaves no directory.
     """
     with new_folder(out):
-        config = _run_config(folder, out, dtype)
+        config = run_config(folder, out, dtype)
         vocab_size = config.model.vocab_size
         assert vocab_size is not None
         definition = define(build_family(config.model, vocab_size))
         parts_by_parameter, stored_tensors = folder.match_tensors(definition)
         folder.check_tied_head(definition.family)
-        tokenizer = _read_tokenizer(folder, vocab_size)
+        tokenizer = read_tokenizer(folder, vocab_size)
         return _write_run(
             out, config, definition, parts_by_parameter, stored_tensors, tokenizer, folder, dtype, report_progress
         )
@@ -81,7 +81,7 @@ def _write_run(
     return path
 
 
-def _run_config(folder: Folder, out: Path, dtype: str) -> Config:
+def run_config(folder: Folder, out: Path, dtype: str) -> Config:
     """Returns the config for a run with the folder's model. Its sequences are as long as the model supports."""
     settings = read_config(folder.config, str(folder.path / CONFIG))
     hf_format = family_class(settings["family"]).hugging_face
@@ -103,7 +103,7 @@ def _run_config(folder: Folder, out: Path, dtype: str) -> Config:
     )
 
 
-def _read_tokenizer(folder: Folder, vocab_size: int) -> RunTokenizer | None:
+def read_tokenizer(folder: Folder, vocab_size: int) -> RunTokenizer | None:
     """Returns the tokenizer of a folder in the form in which a run stores it. Returns None if there is no
     tokenizer.json and the tokens are not bytes, or if no token ends a text.
 

@@ -9,7 +9,7 @@ Shapes: B batch, L length, S a device's piece of the length, D model, V a device
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -18,9 +18,18 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
+from jaxmnt.config.lora import Lora
 from jaxmnt.config.model import Model
 from jaxmnt.config.own_code import own_settings
 from jaxmnt.errors import ConfigError
+from jaxmnt.models.adapters import (
+    Adapters,
+    add_to_trees,
+    find_adapters,
+    join_adapters,
+    with_initial_adapters,
+    without_adapters,
+)
 from jaxmnt.models.cache import Cache
 from jaxmnt.models.context_parallel import DividedRows, attend_across_devices
 from jaxmnt.models.huggingface import HuggingFace
@@ -366,6 +375,14 @@ class Definition:
     """Logical axes of the parameters."""
     abstract_buffers: Params = field(repr=False)
     buffer_axes: Params = field(repr=False)
+    adapters: Adapters | None = None
+    """The adapters, whose parameters `abstract` and `axes` have; None if there are none."""
+
+    @property
+    def base(self) -> "Definition":
+        """The definition without adapters."""
+        abstract, axes = without_adapters(self.abstract), without_adapters(self.axes)
+        return replace(self, abstract=abstract, axes=axes, adapters=None)
 
     @property
     def vocab_size(self) -> int:
@@ -374,7 +391,10 @@ class Definition:
     def init(self, key: Array) -> tuple[Params, Params]:
         """Returns initial float32 parameters and buffers, which are the same for any sharding."""
         decoder = _Decoder(self.family, nnx.Rngs(params=key))
-        return _pure_dict(decoder, nnx.Param), _pure_dict(decoder, Buffer)
+        params = _pure_dict(decoder, nnx.Param)
+        if self.adapters is not None:
+            params = with_initial_adapters(key, params, self.abstract)
+        return params, _pure_dict(decoder, Buffer)
 
     def initial_buffers(self) -> Params:
         """Returns the buffers of a new run, without making its parameters."""
@@ -382,6 +402,8 @@ class Definition:
 
     def layer(self, group: LayerGroup, index: int, params: Params, buffers: Params) -> Any:
         """Returns the module for entry `index` of the group's pattern, with the parameters and buffers of one layer."""
+        if self.adapters is not None:
+            params = join_adapters(params, self.adapters.scale)
         return nnx.merge(self.graphs[group.name][index], params, buffers)
 
     def ends(self, params: Params) -> dict[str, Any]:
@@ -446,6 +468,15 @@ def define(family: Family) -> Definition:
         family, groups, graphs, first, last + tied_names,
         _pure_dict(decoder, nnx.Param), axes, _pure_dict(decoder, Buffer), buffer_axes,
     )  # fmt: skip
+
+
+def with_adapters(definition: Definition, lora: Lora) -> Definition:
+    """Returns the definition with the adapters that `lora` requests. Raises `ConfigError` if the model cannot have
+    them."""
+    family, groups = definition.family, {group.name for group in definition.groups}
+    adapters = find_adapters(lora, definition.abstract, definition.axes, groups, family.hugging_face)
+    abstract, axes = add_to_trees(adapters, definition.abstract, definition.axes)
+    return replace(definition, abstract=abstract, axes=axes, adapters=adapters)
 
 
 def _abstract_layer(family: Family, kind: str) -> nnx.Module:

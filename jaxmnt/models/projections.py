@@ -5,7 +5,10 @@ summed and scattered on the way out. This happens all at once or, with `model.ov
 one piece travels while another is multiplied. Both ways compute the same products of rows and columns. Only the order
 of the sums over devices differs.
 
-Shapes: B batch, L length, S a device's piece of the length, D model.
+A weight may have an adapter (`models.adapters`), whose low-rank product is added to the weight's. It needs no further
+communication, except that the ring scatters the first of its two products.
+
+Shapes: B batch, L length, S a device's piece of the length, D model, R rank of an adapter.
 """
 
 import functools
@@ -19,6 +22,7 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxmnt.models import float8
+from jaxmnt.models.adapters import AdaptedWeight
 from jaxmnt.parallel.collectives import (
     PROJECTED,
     SCATTERED,
@@ -32,6 +36,8 @@ from jaxmnt.parallel.collectives import (
 )
 from jaxmnt.parallel.sharding import Placement
 
+Weight = Array | AdaptedWeight
+
 HeadIndices = Array | None
 """Indices of the heads of a weight that a product uses; None if it uses all."""
 
@@ -39,7 +45,7 @@ ProductMode = float8.Float8 | None
 """Settings of a product in float8; None if the product is in the compute dtype."""
 
 
-def project(x: Array, weight: Array, heads: HeadIndices = None) -> Array:
+def project(x: Array, weight: Weight, heads: HeadIndices = None) -> Array:
     """Returns [B, L, *out], the product of x [B, L, *in] and a weight [*in, *out], in float8 if the run enables it
     (`float8.float8_products`) and the shapes allow it. `heads` selects indices of the weight's second-to-last
     dimension.
@@ -48,29 +54,58 @@ def project(x: Array, weight: Array, heads: HeadIndices = None) -> Array:
     two, XLA's CPU backend would first make a transposed copy of an operand. The weight is saved unchanged for the
     backward pass, so that the stage can recognise it and avoid storing it.
     """
+    if isinstance(weight, AdaptedWeight):
+        low_BLR = project(x, weight.a)
+        return _add_adapter(project(x, weight.weight, heads), low_BLR, weight, heads)
     return _projection(_choose_mode(x, weight, heads), x, weight, heads)
 
 
+def _add_adapter(product: Array, low_BLR: Array, weight: AdaptedWeight, heads: HeadIndices = None) -> Array:
+    """Adds the output of an adapter to the product of its weight. `low_BLR` is the product of x and the adapter's a.
+
+    The adapter's second product has a batch dimension (of size 1), so that the remat policy `dots` saves `low_BLR` and
+    not another array as large as the product.
+    """
+    scaled_BLR = weight.scale * low_BLR  # a smaller array than the output
+    batched = jax.vmap(lambda low_BLR, b: project(low_BLR, b, heads))(scaled_BLR[None], weight.b[None])
+    return product + batched[0]
+
+
 def project_gathered(
-    x_BSD: Array, weights: Sequence[Array], placement: Placement, heads: Sequence[HeadIndices] | None = None
+    x_BSD: Array, weights: Sequence[Weight], placement: Placement, heads: Sequence[HeadIndices] | None = None
 ) -> tuple[Array, ...]:
     """Gathers the pieces of the length and returns the product [B, L, *out] with each weight [D, *out]. This is the way
     into attention and MLP. With `model.overlap: ring`, communication overlaps with the products."""
     heads_by_weight = tuple(heads or [None] * len(weights))
     pairs = list(zip(weights, heads_by_weight, strict=True))
-    if placement.overlap == "ring":
+    if placement.overlap != "ring":
+        x_BLD = gather_sequence(x_BSD, placement)
+        return tuple(project(x_BLD, weight, weight_heads) for weight, weight_heads in pairs)
+
+    def ring(pairs: Sequence[tuple[Array, HeadIndices]]) -> tuple[Array, ...]:
         modes = tuple(_choose_mode(x_BSD, weight, weight_heads) for weight, weight_heads in pairs)
-        return _project_ring(modes, placement, x_BSD, tuple(weights), heads_by_weight)
-    x_BLD = gather_sequence(x_BSD, placement)
-    return tuple(project(x_BLD, weight, weight_heads) for weight, weight_heads in pairs)
+        return _project_ring(modes, placement, x_BSD, *map(tuple, zip(*pairs, strict=True)))
+
+    # The pieces that arrive are also multiplied by the first matrix of each adapter.
+    adapted = {index: weight for index, weight in enumerate(weights) if isinstance(weight, AdaptedWeight)}
+    arrays = [weight.weight if isinstance(weight, AdaptedWeight) else weight for weight in weights]
+    first_matrices = [(weight.a, None) for weight in adapted.values()]
+    products = list(ring([*zip(arrays, heads_by_weight, strict=True), *first_matrices]))
+    for low_BLR, (index, weight) in zip(products[len(weights) :], adapted.items(), strict=True):
+        products[index] = _add_adapter(products[index], low_BLR, weight, heads_by_weight[index])
+    return tuple(products[: len(weights)])
 
 
-def project_scattered(x: Array, weight: Array, placement: Placement, summed_axis: str) -> Array:
+def project_scattered(x: Array, weight: Weight, placement: Placement, summed_axis: str) -> Array:
     """Returns [B, S, D], the product of x [B, L, *in] and a weight [*in, D], summed over devices and scattered along
     the length. This is the way out of attention and MLP. `summed_axis` is the logical axis along which `in` is
     divided among devices."""
     if placement.overlap != "ring" or not placement.mesh_axes(summed_axis):
         return scatter_sequence(project(x, weight), placement, summed_axis)
+    if isinstance(weight, AdaptedWeight):
+        product_BSD = project_scattered(x, weight.weight, placement, summed_axis)
+        low_BSR = scatter_sequence(project(x, weight.a), placement, summed_axis)
+        return _add_adapter(product_BSD, low_BSR, weight)
     mode = _choose_mode(x, weight, None, placement.num_shards("sequence"))
     return _scatter_ring(mode, placement, x, weight)
 

@@ -2,10 +2,11 @@
 
 from inspect import isabstract
 
+from jaxmnt.config.lora import Lora
 from jaxmnt.config.model import EXPERT_SETTINGS, Model
 from jaxmnt.config.own_code import import_dotted
 from jaxmnt.errors import ConfigError, printable, suggest
-from jaxmnt.models.contract import Family
+from jaxmnt.models.contract import Definition, Family, define, with_adapters
 
 FAMILIES = {
     "gemma2": "jaxmnt.models.gemma.Gemma2",
@@ -45,6 +46,17 @@ def build_family(config: Model, vocab_size: int) -> Family:
         if getattr(config, name) is not None and name not in named_class.settings:
             raise ConfigError(f"model.{name}: family {config.family} does not support this setting; remove it")
     return named_class(config, vocab_size)
+
+
+def define_model(config: Model, lora: Lora | None = None) -> Definition:
+    """Returns the definition of the model of a config, with the adapters that `lora` requests.
+
+    The vocabulary size in the config must be known. Raises `ConfigError` as `build_family` and `define` do, and for
+    adapters that the model cannot have.
+    """
+    assert config.vocab_size is not None
+    definition = define(build_family(config, config.vocab_size))
+    return definition if lora is None else with_adapters(definition, lora)
 
 
 def family_class(name: str) -> type[Family]:

@@ -371,12 +371,15 @@ def _check_length(length: int, placement: Placement) -> None:
     )
 
 
-def check_replicated_share(abstract: Any, axes: Any, placement: Placement) -> None:
+def check_replicated_share(
+    abstract: Any, axes: Any, placement: Placement, is_exempt: Callable[[str], bool] = lambda name: False
+) -> None:
     """Raises `ConfigError` if over 2 % of the parameters are whole on every device although an axis could split them.
 
-    `abstract` is the tree of the parameters' shapes, and `axes` the tree of their logical axes.
+    `abstract` is the tree of the parameters' shapes, and `axes` the tree of their logical axes. `is_exempt` accepts the
+    names of parameters that do not count.
     """
-    leaves = named_leaves(abstract, axes)
+    leaves = [(name, leaf, names) for name, leaf, names in named_leaves(abstract, axes) if not is_exempt(name)]
     total = sum(leaf.size for _, leaf, _ in leaves)
     for mesh_axis in (*GATHERING_AXES, *axes_that_split("features", "layers")):
         if placement.sizes[mesh_axis] == 1:

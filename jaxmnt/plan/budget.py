@@ -10,10 +10,11 @@ from collections import defaultdict
 import jax
 
 from jaxmnt.config.mesh import REPLICA_AXES, STAGE_AXIS
+from jaxmnt.models.adapters import is_adapter
 from jaxmnt.models.attention import KVHeads
 from jaxmnt.models.experts import expert_group
 from jaxmnt.parallel.chunks import halo_length
-from jaxmnt.parallel.sharding import FLOAT32_AXES, SCALES_AND_BIASES, Axes
+from jaxmnt.parallel.sharding import FLOAT32_AXES, SCALES_AND_BIASES, Axes, Placement
 from jaxmnt.training import engine
 from jaxmnt.training.memory_suggestions import parameters_of
 from jaxmnt.training.muon import Group, group_of
@@ -166,10 +167,19 @@ def weight_traffic(spec: StepSpec) -> Traffic:
             traffic["reduce-scatter", axes_name] += (
                 (name in trained) * scatters * stored_elements * (num_shards - 1) * reduce_bytes
             )
-        replicating_axes = {*REPLICA_AXES} & {*placement.replicated_axes(names)} if name in trained else ()
-        for axis in replicating_axes:
-            traffic["all-reduce", axis] += 2 * stored_elements * reduce_bytes * (1 - 1 / placement.sizes[axis])
+        for axes in _summed_axes(placement, name, names) if name in trained else ():
+            devices = math.prod(placement.sizes[axis] for axis in axes)
+            traffic["all-reduce", "×".join(axes)] += 2 * stored_elements * reduce_bytes * (1 - 1 / devices)
     return dict(traffic)
+
+
+def _summed_axes(placement: Placement, name: str, names: Axes) -> list[tuple[str, ...]]:
+    """Returns the sets of mesh axes over which the gradient of a parameter is summed, each in one collective. Ranks of
+    adapters are whole, so their gradients are summed over more axes than those of other weights."""
+    replicated_axes = placement.replicated_axes(names)
+    if is_adapter(name):
+        return [replicated_axes] if replicated_axes else []
+    return [(axis,) for axis in REPLICA_AXES if axis in replicated_axes]
 
 
 def gathered_in_float8(spec: StepSpec) -> set[str]:

@@ -261,7 +261,13 @@ class Step:
             k, n = _inputs_and_outputs(product, scheme.model)
             tokens, dtype = product.share * self.tokens, self.dtype_of(product)
             forward_products += self.product_seconds(tokens, n, k, dtype)
-            backward_products += self.product_seconds(tokens, k, n, dtype) + self.product_seconds(k, n, tokens, dtype)
+            backward_products += self.product_seconds(tokens, k, n, dtype)
+            if self.model.adapters is None:
+                backward_products += self.product_seconds(k, n, tokens, dtype)
+            elif product.name in self.model.adapters.products:
+                adapter = self.adapter_seconds(tokens, k, n, self.model.adapters.rank)
+                forward_products += adapter
+                backward_products += 2 * adapter
             widths += product.share * (n if product.split == "outputs" else k)
         stream = _STREAM_PASSES * self.stream_tokens() * self.model.hidden
         elementwise = scheme.itemsize * (stream + self.tokens * widths) * traits.passes / memory
@@ -280,6 +286,14 @@ class Step:
             recomputed = recomputed._replace(attention=0)
         backward = backward.plus(forward, recomputed).plus(expert_backward)
         return forward.plus(expert_forward), backward
+
+    def adapter_seconds(self, tokens: float, inputs: int, outputs: int, rank: int) -> float:
+        """Returns the time of the two forward products of an adapter, and of reading and writing its output."""
+        dtype = self.scheme.dtype.replace("float8", "bfloat16")
+        products = self.product_seconds(tokens, rank, inputs, dtype) + self.product_seconds(
+            tokens, outputs, rank, dtype
+        )
+        return products + self.scheme.itemsize * tokens * outputs / self.rates.memory
 
     def expert_work(self, layer: LayerCosts) -> tuple[Work, Work]:
         """Returns the forward and backward work of a layer's experts for one microbatch, if there are any.
@@ -398,14 +412,16 @@ class Step:
         V, and move 20 t V bytes. The stages that share the head divide the time among them."""
         t, hidden, vocab = self.tokens, self.model.hidden, self.model.vocab // self.scheme.model
         dtype = self.scheme.dtype.replace("float8", "bfloat16")
-        shapes = ((t, vocab, hidden), (t, hidden, vocab), (hidden, vocab, t))
+        shapes = [(t, vocab, hidden), (t, hidden, vocab), (hidden, vocab, t)]
+        if self.model.adapters is not None:
+            shapes.pop()  # the gradient of the frozen head is not computed
         products = sum(self.product_seconds(*shape, dtype) for shape in shapes)
         return (products + t * vocab * _BYTES_PER_LOGIT / self.rates.memory) / self.head_stages
 
     def optimizer_seconds(self) -> float:
         """Returns 30 N / (shards B), the time of the optimizer's update, and the time of Muon's products. A device
         orthogonalises whole matrices, one after another."""
-        seconds = self.stored_parameters() * OPTIMIZER_BYTES_PER_PARAMETER / self.rates.memory
+        seconds = self.trained_parameters() * OPTIMIZER_BYTES_PER_PARAMETER / self.rates.memory
         dtype = self.scheme.dtype.replace("float8", "bfloat16")
         for matrices in self.model.muon:
             least, most = matrices.least, matrices.most
@@ -439,6 +455,17 @@ class Step:
     def stored_parameters(self) -> float:
         """Returns the number of parameters that a device stores."""
         return self.parameters / self.shards + self.expert_parameters / self.scheme.expert_shards
+
+    def trained_parameters(self) -> float:
+        """Returns the number of parameters that a device stores and updates. Of adapters, about half are split over
+        `fsdp`."""
+        adapters = self.model.adapters
+        return self.stored_parameters() if adapters is None else adapters.parameters / self.scheme.pipeline
+
+    @property
+    def scattered_bytes(self) -> int:
+        """Bytes of each number of the weights' gradients that is scattered; 0 for frozen weights."""
+        return self.gradient_bytes if self.model.adapters is None else 0
 
     # Communication terms. Each is None if nothing is sent.
 
@@ -483,7 +510,7 @@ class Step:
             return None
         weights = scheme.layer_parameters(layer)
         gather = self.weights_seconds("all-gather", scheme.itemsize, *weights) if scheme.zero == 3 else 0.0
-        scatter = self.weights_seconds("reduce-scatter", self.gradient_bytes, *weights)
+        scatter = self.weights_seconds("reduce-scatter", self.scattered_bytes, *weights)
         exposed = max(0.0, gather - traits.hides_gathers * forward.seconds)
         exposed += max(0.0, gather + scatter - traits.hides_gathers * backward.seconds)
         seconds = 2 * gather + scatter
@@ -542,7 +569,7 @@ class Step:
         weights = (self.expert_parameters, self.parameters)
         seconds = self.weights_seconds("all-gather", self.scheme.itemsize, *weights)
         if self.scheme.zero == 1:
-            seconds += self.weights_seconds("reduce-scatter", self.gradient_bytes, *weights)
+            seconds += self.weights_seconds("reduce-scatter", self.scattered_bytes, *weights)
         return self.link_behind_backward(seconds, backward)
 
     def link_behind_backward(self, seconds: float, backward: Work) -> Link:
@@ -556,7 +583,7 @@ class Step:
         if self.scheme.data == 1:
             return None
         arrays = sum(count * len(layer.products) for count, layer in self.model.layers) / self.scheme.pipeline
-        payload = self.gradient_bytes * self.stored_parameters() / arrays
+        payload = self.gradient_bytes * self.trained_parameters() / arrays
         seconds = self.ring_seconds("all-reduce", payload, "data") * arrays
         return Link(seconds, max(0.05 * seconds, seconds - self.traits.hides_sum * backward.seconds))
 
@@ -568,7 +595,7 @@ class Step:
         if self.shards == 1 or scheme.zero < 2:
             return None
         table = self.model.vocab * self.model.hidden / (scheme.model * scheme.pipeline)
-        seconds = self.weights_seconds("reduce-scatter", self.gradient_bytes, 0.0, table)
+        seconds = self.weights_seconds("reduce-scatter", self.scattered_bytes, 0.0, table)
         seconds += self.weights_seconds("all-gather", scheme.itemsize, 0.0, table) if scheme.zero == 3 else 0.0
         seconds *= 1 if self.model.tied else 2
         return Link(seconds, seconds * (1 - self.traits.hides_ends))

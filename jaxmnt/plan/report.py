@@ -12,6 +12,7 @@ import numpy as np
 from jaxmnt.config.mesh import REPLICA_AXES
 from jaxmnt.distributed.gpu_settings import OUR_MEMORY_FRACTION
 from jaxmnt.errors import counted
+from jaxmnt.models.adapters import describe_left_out
 from jaxmnt.parallel.chunks import halo_length
 from jaxmnt.parallel.sharding import RULES
 from jaxmnt.plan.chips import Chip
@@ -62,6 +63,8 @@ def notes(spec: StepSpec) -> list[str]:
             "their weights are stored once, and each device computes the heads that its queries need"
         )
     lines += _wide_window_notes(spec)
+    if spec.definition.adapters is not None and (left_out := describe_left_out(spec.definition.adapters)):
+        lines.append(left_out)
     if spec.float8:
         in_float8, products = engine.trace_step(spec).products
         lines.append(

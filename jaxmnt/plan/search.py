@@ -11,9 +11,8 @@ import jax
 from jaxmnt.config.schema import Config
 from jaxmnt.distributed.gpu_settings import OUR_MEMORY_FRACTION
 from jaxmnt.errors import ConfigError
-from jaxmnt.models.contract import define
 from jaxmnt.models.experts import EXPERT_ROUND
-from jaxmnt.models.registry import build_family
+from jaxmnt.models.registry import define_model
 from jaxmnt.parallel.sharding import Overlap
 from jaxmnt.plan.candidates import Candidate, candidates, precision_setting
 from jaxmnt.plan.chips import Chip, Network
@@ -91,7 +90,7 @@ class Search:
         self.network = network
         self.rates = rates
         self.vocab = config.model.vocab_size
-        self.definition = define(build_family(config.model, self.vocab))
+        self.definition = define_model(config.model, config.lora)
         self.shape = model_shape(self.definition, config)
         self.limit = round(OUR_MEMORY_FRACTION * chip.memory)
         self.precisions = precisions

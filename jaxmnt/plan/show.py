@@ -114,9 +114,13 @@ def _memory_lines(report: Report) -> list[str]:
     """Returns a table of the memory that a device needs, with ways to save memory if the step does not fit."""
     memory = report["memory"]
     rows: TableRows = [("memory per device", "")]
-    rows += [(name, size(memory[name])) for name in ("params", "optimizer", "temporary", "peak")]
+    parts = {name: size(memory[name]) for name in ("params", "optimizer", "temporary", "peak")}
     if memory["optimizer_in_host_memory"]:
-        rows[2] = ("optimizer", f"{size(memory['optimizer'])}, in host memory except during the update")
+        parts["optimizer"] += ", in host memory except during the update"
+    if memory["base"]:
+        parts.pop("params")
+        parts = {"base": size(memory["base"]), "adapters": size(memory["params"] - memory["base"])} | parts
+    rows += parts.items()
     if memory["limit"]:
         share = memory["peak"] / memory["limit"]
         verdict = "" if share <= 1 else ": it does not fit"

@@ -36,6 +36,8 @@ class ModelShape:
     """Parameters that multiply nothing, such as scales and learned positions."""
     muon: tuple["MuonMatrices", ...] = ()
     """The matrices that Muon updates."""
+    adapters: "AdapterShape | None" = None
+    """The adapters beside frozen weights; None if the weights train themselves."""
 
     @property
     def depth(self) -> int:
@@ -57,6 +59,16 @@ class ModelShape:
         return self.layer_parameters + self.end_parameters + self.other_parameters
 
 
+class AdapterShape(NamedTuple):
+    """The adapters of a model."""
+
+    rank: int
+    products: frozenset[str]
+    """The names of the products whose weights have adapters, such as mlp.gate."""
+    parameters: int
+    """Number of parameters in all adapters."""
+
+
 class MuonMatrices(NamedTuple):
     """Matrices with equal sides that Muon updates (`training.muon`)."""
 
@@ -72,7 +84,7 @@ class MuonMatrices(NamedTuple):
 
 def muon_matrices(config: Config, definition: Definition) -> tuple[MuonMatrices, ...]:
     """Returns the matrices that Muon updates."""
-    trained = trained_axes(definition.axes, config.optimizer.frozen)
+    trained = trained_axes(definition, config.optimizer.frozen)
     stacks = [group.name for group in definition.groups]
     forms = muon_forms(config, trained, stacks)
     counts: Counter[tuple[int, int, bool]] = Counter()
@@ -92,7 +104,17 @@ def model_shape(definition: Definition, config: Config | None = None) -> ModelSh
     model = definition.family.config
     ends = (model.hidden_size, definition.vocab_size, model.tie_embeddings)
     others = definition.parameter_count - ModelShape(layers, *ends).parameters
-    return ModelShape(layers, *ends, others, muon)
+    return ModelShape(layers, *ends, others, muon, _adapter_shape(definition))
+
+
+def _adapter_shape(definition: Definition) -> AdapterShape | None:
+    """Returns the shape of the adapters, or None if there are none."""
+    adapters = definition.adapters
+    if adapters is None:
+        return None
+    names = {name for _, layer in definition.layer_costs() for name in (product.name for product in layer.products)}
+    adapted = frozenset(name for name in names if any(target.endswith(f".{name}") for target in adapters.names))
+    return AdapterShape(adapters.rank, adapted, definition.parameter_count - definition.base.parameter_count)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from jaxmnt.parallel.sharding import HostOf
 from jaxmnt.preflight.table import Row, describe_hosts, failed_row, ok_row, warning_row
 from jaxmnt.run.rundir import run_directories
 from jaxmnt.training.build import build_spec
-from jaxmnt.training.state import abstract_state, canonical_abstract, stored_bytes
+from jaxmnt.training.state import abstract_state, canonical_abstract, saved_state, stored_bytes
 from jaxmnt.units import size
 
 _VISIBILITY_TIMEOUT_SECONDS = 5.0
@@ -172,7 +172,7 @@ def room_rows(config: Config, host_of: HostOf) -> list[Row]:
 
     data = open_sources(config.data, check_files=False)  # `data_rows` has checked them
     spec = build_spec(fit_to_data(config, data), data.vocab_size, jax.devices(), host_of)
-    state = stored_bytes(canonical_abstract(spec, abstract_state(spec)))
+    state = stored_bytes(saved_state(spec, canonical_abstract(spec, abstract_state(spec))))
     required = space_needed(state, jax.process_count())
     root = run_directories(config)[-1]
     if finding := shortage(root, required):

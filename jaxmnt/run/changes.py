@@ -43,7 +43,9 @@ def inherit_choices(config: Config, earlier: Config) -> Config:
     """Returns the config with choices from the run's `earlier` config: its origin (`ORIGIN_KEYS`), and its values for
     settings that are `auto` (`RESOLVED_AUTO_KEYS`)."""
     mesh = config.mesh
-    inherited: dict[str, Any] = {"run.fork_from": earlier.run.fork_from, "run.init_from": earlier.run.init_from}
+    inherited: dict[str, Any] = {"run.fork_from": earlier.run.fork_from}
+    if not may_name_moved_base(config):
+        inherited["run.init_from"] = earlier.run.init_from
     if mesh.zero == "auto" and not (mesh.prefetch and earlier.mesh.zero != 3):
         inherited["mesh.zero"] = earlier.mesh.zero
     if config.train.eval_tokens == "auto":
@@ -51,6 +53,12 @@ def inherit_choices(config: Config, earlier: Config) -> Config:
         limit = earlier.train.eval_tokens
         inherited["train.eval_tokens"] = None if limit == "auto" else limit
     return config.changed(inherited)
+
+
+def may_name_moved_base(config: Config) -> bool:
+    """Returns True if `run.init_from` may differ from that of the run, because it is the base of a run with adapters.
+    Each start reads the base again and compares it with its digests."""
+    return config.lora is not None and config.run.init_from is not None
 
 
 def refuse_changes(config: Config, digests: dict[str, str], checkpoint: Committed, changes: list[Change]) -> None:
@@ -89,6 +97,8 @@ def _refuse_other_origin(config: Config, checkpoint: Committed) -> None:
     """Raises `ConfigError` if the config names an origin (fork_from, init_from) that this run did not begin with."""
     for key in ("fork_from", "init_from"):
         actual, configured = getattr(checkpoint.config.run, key), getattr(config.run, key)
+        if key == "init_from" and may_name_moved_base(config):
+            continue
         if configured is not None and configured != actual:
             began = f"began with {actual}" if actual else "began without it"
             raise ConfigError(

@@ -15,6 +15,7 @@ from jaxmnt.checkpoint.restore import mismatched_arrays, restore
 from jaxmnt.config.describe import changes
 from jaxmnt.distributed.coordination import broadcast
 from jaxmnt.errors import ConfigError, ExitCode, listed
+from jaxmnt.run.adapters import complete_with_base
 from jaxmnt.run.branch import branch_points
 from jaxmnt.run.changes import inherit_choices
 from jaxmnt.run.compile_cache import use_compile_cache
@@ -27,6 +28,7 @@ from jaxmnt.strict_json import finite, json_text
 from jaxmnt.telemetry.events import METRICS, records
 from jaxmnt.telemetry.progress import StatusLine
 from jaxmnt.training.spec import ControlFlags
+from jaxmnt.training.state import saved_state
 
 _COMPARED_METRICS = ("loss", "grad_norm", "tokens")
 
@@ -60,8 +62,10 @@ def replay(process: RunProcess, first: int, last: int) -> int:
     training_data.branch_at(branch_points(checkpoint.manifest.lineage))
     use_compile_cache(run.config.run.compile_cache, run.directory)
     program = compile_steps(run)
-    restored = restore(checkpoint, state_to_restore(program, checkpoint), run.identity)
-    state = with_missing_parts(program, program.from_canonical(restored.state))
+    state = restore(checkpoint, state_to_restore(program, checkpoint), run.identity).state
+    if run.config.lora is not None:
+        state = state | {"params": complete_with_base(program, checkpoint, state["params"], run.identity).params}
+    state = with_missing_parts(program, program.from_canonical(state))
     feed = begin_feed(run, training_data, program, first)
     control = ControlFlags(program.control_sharding)
     all_equal = True
@@ -76,7 +80,7 @@ def replay(process: RunProcess, first: int, last: int) -> int:
         all_equal &= _compare_step(
             run.status, step, actual | {"tokens": tokens, "targets": targets}, expected.get(step)
         )
-    all_equal &= _compare_state(run, last, lambda: program.to_canonical(state))
+    all_equal &= _compare_state(run, last, lambda: program.to_canonical(saved_state(program.spec, state)))
     if not all_equal:
         changed_keys = ", ".join(change.key for change in config_changes)
         hint = f"; these settings have changed since: {changed_keys}" if config_changes else ""

@@ -27,6 +27,8 @@ from jaxmnt.run.values import OpenedRun
 from jaxmnt.telemetry.progress import StatusLine
 from jaxmnt.training.compile import Program
 from jaxmnt.training.noise import small_batches
+from jaxmnt.training.spec import StepSpec
+from jaxmnt.training.trained import select_trained
 from jaxmnt.units import count, size
 
 _LIBRARIES = ("flax", "optax", "orbax-checkpoint", "grain", "numpy", "tensorstore")
@@ -207,7 +209,7 @@ def print_program(status: StatusLine, program: Program, zero_lines: Sequence[str
     status.line(f"mesh    {mesh}: {devices} {device.device_kind} device{'s' if devices > 1 else ''}")
     kernels = "".join(f"{kernel} {name}, " for name, kernel in spec.kernels.items())
     status.line(
-        f"model   {count(spec.definition.parameter_count)} parameters, {precision} compute, "
+        f"model   {_parameters(spec)}, {precision} compute, "
         f"{kernels}"
         f"{spec.num_microbatches} microbatch{'es' if spec.num_microbatches > 1 else ''} per step"
     )
@@ -222,11 +224,26 @@ def print_program(status: StatusLine, program: Program, zero_lines: Sequence[str
             f"note    steps on a CPU are faster with huge pages; set {variable} in the environment of the command"
         )
     limit = f" of {size(memory.limit)}" if memory.limit else ""
+    parameters = f"parameters {size(memory.params)}"
+    if memory.base:
+        parameters = f"base {size(memory.base)}, adapters {size(memory.params - memory.base)}"
     status.line(
-        f"memory  per device: parameters {size(memory.params)}, optimizer {size(memory.optimizer)}, temporary "
-        f"{size(memory.temporary)}, peak {size(memory.peak)}{limit}"
+        f"memory  per device: {parameters}, optimizer {size(memory.optimizer)}, temporary {size(memory.temporary)}, "
+        f"peak {size(memory.peak)}{limit}"
     )
     status.line(f"compile {program.compile_seconds:.1f} s")
+
+
+def _parameters(spec: StepSpec) -> str:
+    """Describes the number of parameters, and how many of them train in a run with adapters."""
+    total = spec.definition.parameter_count
+    lora = spec.config.lora
+    if lora is None:
+        return f"{count(total)} parameters"
+    trained = sum(leaf.size for leaf in jax.tree.leaves(select_trained(spec.definition.abstract, spec.trained_axes)))
+    kinds = "adapters" if not lora.also_train else "adapters and lora.also_train"
+    share = f"{count(trained)} ({trained / total:.1%})"
+    return f"{count(total)} parameters, of which {share} train ({kinds} of rank {lora.rank})"
 
 
 def program_summary(program: Program) -> dict[str, Any]:

@@ -35,6 +35,7 @@ from jaxmnt.huggingface.compatibility import (
     run_origin,
 )
 from jaxmnt.huggingface.folder import Folder
+from jaxmnt.lora.base import check_without_adapters
 from jaxmnt.run import fresh
 from jaxmnt.run.branch import branch_point, branch_remark
 from jaxmnt.run.changes import (
@@ -251,6 +252,11 @@ def begin_run(config: Config, data: Sources, run: str) -> ResumePoint:
     """
     source = config.run.fork_from or config.run.init_from
     if source is None:
+        if config.lora is not None:
+            raise ConfigError(
+                "lora: without run.init_from the adapters would train beside random weights; set run.init_from to a "
+                "run, or to hf:FOLDER"
+            )
         return ResumePoint(run)
     key = "run.fork_from" if config.run.fork_from else "run.init_from"
 
@@ -264,6 +270,8 @@ def begin_run(config: Config, data: Sources, run: str) -> ResumePoint:
         remarks = check_origin(folder_origin(folder, key))
         return ResumePoint(run, kind="init", remarks=remarks, weights=folder.path)
     checkpoint = find(source, key)
+    if config.run.init_from:
+        check_without_adapters(checkpoint, key)
     origin = run_origin(source, checkpoint, key)
     remarks = check_origin(origin)
     check_same_parameters(origin, checkpoint, config.model)

@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxmnt.checkpoint.commit import add_loss, step_directories
 from jaxmnt.checkpoint.device_digest import start_digests
-from jaxmnt.checkpoint.manifest import Manifest
+from jaxmnt.checkpoint.manifest import Base, Manifest
 from jaxmnt.checkpoint.names import arrays_by_name
 from jaxmnt.checkpoint.refs import CHECKPOINTS
 from jaxmnt.checkpoint.retention import SaveTimer, shortage, space_needed
@@ -24,7 +24,7 @@ from jaxmnt.run.values import CompiledRun
 from jaxmnt.storage import is_link
 from jaxmnt.telemetry.events import event_file, history
 from jaxmnt.telemetry.reliability import seconds_between_failures
-from jaxmnt.training.state import stored_bytes
+from jaxmnt.training.state import saved_state, stored_bytes
 
 _RETRY_SECONDS = (0.0, 30.0, 120.0)
 """Delay before the retry after the first failure in a row, the second one, and each later one."""
@@ -39,7 +39,8 @@ def _libraries(config: Config) -> dict[str, str]:
 class CheckpointManager:
     """Saves the checkpoints of a run. All processes must call the same methods after the same steps."""
 
-    def __init__(self, run: CompiledRun):
+    def __init__(self, run: CompiledRun, base: Base | None):
+        """`base` describes the frozen parameters of a run with adapters."""
         config, program = run.config, run.program
         self._settings = config.checkpoint
         self._program = program
@@ -47,7 +48,7 @@ class CheckpointManager:
         self._status = run.status
         self._identity = run.identity
         self._root = checkpoint_root(config) / CHECKPOINTS
-        needed = space_needed(stored_bytes(program.canonical_abstract_state), run.identity.processes)
+        needed = space_needed(stored_bytes(program.saved_abstract_state), run.identity.processes)
         self._space_needed = needed
         self._locks = run.locks
         self._eval_tokens = config.train.eval_tokens
@@ -59,6 +60,7 @@ class CheckpointManager:
             data=run.data.digests,
             lineage=run.start.lineage,
             libraries=_libraries(config),
+            base=base,
         )
         self._timer = self._make_timer(run.directory, program.placement.mesh.size)
         self._saved_step = run.start.step
@@ -73,7 +75,11 @@ class CheckpointManager:
 
     def prepare(self, state: Any) -> None:
         """Compiles the programs that a save runs on the devices, so that the first save does not wait for them."""
-        start_digests(arrays_by_name(self._program.to_canonical(state))).wait()
+        start_digests(arrays_by_name(self._to_saved(state))).wait()
+
+    def _to_saved(self, state: Any) -> Any:
+        """Returns the part of the state that a checkpoint contains, in the checkpoint layout."""
+        return self._program.to_canonical(saved_state(self._program.spec, state))
 
     @property
     def succeeded(self) -> bool:
@@ -126,7 +132,7 @@ class CheckpointManager:
         self._timer.last_save_time = time.monotonic()
         self._saved_step, self._retry_at = step, None
         describe = lambda arrays: self._manifest(step=step, arrays=arrays, tokens=tokens, loss=loss, time=time.time())
-        self.saver.save(step, self._program.to_canonical(state), describe)
+        self.saver.save(step, self._to_saved(state), describe)
         self._last_blocked_seconds = time.perf_counter() - started
         self.blocked_seconds += self._last_blocked_seconds
         return self._last_blocked_seconds

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxmnt.checkpoint.commit import Committed
-from jaxmnt.checkpoint.manifest import DamagedError
+from jaxmnt.checkpoint.manifest import Base, DamagedError
 from jaxmnt.checkpoint.refs import roots_of
 from jaxmnt.checkpoint.restore import restore
 from jaxmnt.data.run_tokenizer import (
@@ -19,6 +19,8 @@ from jaxmnt.distributed.malloc import return_free_memory
 from jaxmnt.errors import ConfigError
 from jaxmnt.huggingface import companions
 from jaxmnt.huggingface.load import load_parameters
+from jaxmnt.lora.base import source_of
+from jaxmnt.run.adapters import AdaptedStart, begin_with_adapters, complete_with_base
 from jaxmnt.run.replicas import Replicas
 from jaxmnt.run.resume import ResumePoint, fall_back
 from jaxmnt.run.rundir import run_directories, write_config
@@ -59,12 +61,12 @@ def restore_run(compiled: CompiledRun) -> ReadyRun:
     limits, config = compiled.config.watchdog, compiled.config
     is_new = compiled.start.checkpoint is None and compiled.start.weights is None
     with compiled.watchdog.during("creating the state" if is_new else "restoring", limits.restore_seconds):
-        start, state = starting_state(compiled)
+        start, state, base = starting_state(compiled)
     run = replace(compiled, start=start)
     run.clock.lap("restore")
     if run.writes:
         _write_description(run)
-    saves = CheckpointManager(run)
+    saves = CheckpointManager(run, base)
     saves.check_room()
     replicas = Replicas(config.train.compare_replicas_every, run.hosts, run.events)
     with run.watchdog.during("compiling", limits.compile_seconds):
@@ -79,12 +81,16 @@ def restore_run(compiled: CompiledRun) -> ReadyRun:
     return ReadyRun(**vars(run), saves=saves, replicas=replicas, progress=Progress(start.step, state))
 
 
-def starting_state(run: CompiledRun) -> tuple[ResumePoint, Any]:
-    """Returns the state to begin with, and its resume point.
+def starting_state(run: CompiledRun) -> tuple[ResumePoint, Any, Base | None]:
+    """Returns the resume point, the state to begin with, and the description of its base in a run with adapters.
 
     If the checkpoint of `run.start` is damaged, the resume point is an earlier one.
     """
     start, program = run.start, run.program
+    if start.kind == "init" and run.config.lora is not None:
+        begun = begin_with_adapters(program, source_of(start.checkpoint, start.weights), run.identity)
+        _record_base(run, begun)
+        return start, with_missing_parts(program, program.from_canonical({"params": begun.params})), begun.base
     while (checkpoint := start.checkpoint) is not None:
         abstract = state_to_restore(program, checkpoint, parameters_only=start.kind == "init")
         verify = run.config.checkpoint.verify
@@ -107,10 +113,20 @@ def starting_state(run: CompiledRun) -> tuple[ResumePoint, Any]:
             read_seconds=restored.read_seconds,
             verify_seconds=restored.verify_seconds,
         )
-        return start, with_missing_parts(program, program.from_canonical(restored.state))
+        state, base = restored.state, None
+        if run.config.lora is not None:
+            completed = complete_with_base(program, checkpoint, state["params"], run.identity)
+            _record_base(run, completed)
+            state, base = state | {"params": completed.params}, completed.base
+        return start, with_missing_parts(program, program.from_canonical(state)), base
     if start.weights is not None:
-        return start, _state_with_weights(run, start.weights)
-    return start, program.init()
+        return start, _state_with_weights(run, start.weights), None
+    return start, program.init(), None
+
+
+def _record_base(run: CompiledRun, adapted: AdaptedStart) -> None:
+    """Writes an event about the base that has been read."""
+    run.events.write("base", source=adapted.base.source, bytes=adapted.bytes, seconds=adapted.seconds)
 
 
 def _state_with_weights(run: CompiledRun, path: Path) -> dict[str, Any]:
@@ -129,7 +145,7 @@ def state_to_restore(program: Program, checkpoint: Committed, *, parameters_only
     With `parameters_only`, it has no optimizer state and no counters. Raises `ConfigError` if the checkpoint lacks a
     required part.
     """
-    abstract = program.canonical_abstract_state
+    abstract = program.saved_abstract_state
     stored = {name.partition("/")[0] for name in checkpoint.manifest.arrays}
     if parameters_only:
         return {part: tree for part, tree in model_state(abstract).items() if part == "params" or part in stored}
@@ -145,8 +161,8 @@ def with_missing_parts(program: Program, state: dict[str, Any]) -> dict[str, Any
     missing = [part for part in program.abstract_state if part not in state]
     if not missing:
         return state
-    new_state = program.init()
-    return {part: state.get(part, new_state[part]) for part in program.abstract_state}
+    state = state | program.init(missing)
+    return {part: state[part] for part in program.abstract_state}
 
 
 def _should_spread(run: CompiledRun) -> bool:

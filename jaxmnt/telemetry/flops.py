@@ -30,10 +30,13 @@ RECOMPUTE_SHARES = {
 @dataclass(frozen=True)
 class TokenFlops:
     """Forward and backward FLOPs of a token in a row of full length: 6 for each weight that multiplies the token, and
-    12 for each element of its query and each key that it attends to (Kaplan et al. 2020, arXiv:2001.08361)."""
+    12 for each element of its query and each key that it attends to (Kaplan et al. 2020, arXiv:2001.08361). It is 4 for
+    a weight that is frozen beside adapters, because backward does not compute its gradient."""
 
     layers: float
-    """FLOPs of products with the weights of the layers."""
+    """FLOPs of products with the weights of the layers and of adapters."""
+    forward_layers: float
+    """The part of these FLOPs that forward computes."""
     head: int
     """FLOPs of products with the weights of the head."""
     all_parameters: int
@@ -51,8 +54,8 @@ class TokenFlops:
         Recomputation inside attention kernels is not counted."""
         if (shares := RECOMPUTE_SHARES.get(remat)) is None:
             return None
-        # A third of the FLOPs is the forward pass.
-        return (shares.products * self.layers + shares.attention * self.attention) / 3
+        # A third of the FLOPs of attention is the forward pass.
+        return shares.products * self.forward_layers + shares.attention * self.attention / 3
 
 
 CONVENTIONS: dict[str, Callable[[TokenFlops], float]] = {
@@ -78,11 +81,31 @@ def token_flops(definition: Definition, length: int) -> TokenFlops:
         attention += 12 * count * width * (window - window * window / (2 * length))
         square += 12 * count * width * length
         softmax += 9 * count * shape.heads * length
-    head_products = (products_of(definition.abstract[name], definition.axes[name]) for name in definition.modules_after)
+    adapters, base = definition.adapters, definition.base
+
+    def times(name: str) -> int:
+        """Returns the FLOPs for each weight of the product with this name, or this end of a name."""
+        is_frozen = adapters is not None and not any(
+            f".{trained_name}".endswith(f".{name}") for trained_name in adapters.also_trained
+        )
+        return 4 if is_frozen else 6
+
+    adapter_parameters = definition.parameter_count - base.parameter_count
+    products = [(count, product) for count, costs in layers for product in costs.products]
+    weights_of = lambda product: product.share * product.inputs * product.outputs
+    forward = sum(2 * count * weights_of(product) for count, product in products)
+    head_products = (products_of(base.abstract[name], base.axes[name]) for name in definition.modules_after)
+    head = sum(
+        times(f"{name}.{product.name}") * product.inputs * product.outputs
+        for name, own_products in zip(definition.modules_after, head_products, strict=True)
+        for product in own_products
+    )
     return TokenFlops(
-        layers=6 * sum(count * costs.used_parameters for count, costs in layers),
-        head=6 * sum(product.inputs * product.outputs for products in head_products for product in products),
-        all_parameters=6 * definition.parameter_count,
+        layers=sum(times(product.name) * count * weights_of(product) for count, product in products)
+        + 6 * adapter_parameters,
+        forward_layers=forward + 2 * adapter_parameters,
+        head=head,
+        all_parameters=(6 if adapters is None else 4) * base.parameter_count + 6 * adapter_parameters,
         attention=attention,
         square=square,
         softmax=softmax,

@@ -11,9 +11,10 @@ from jaxmnt.config.mesh import BATCH_AXES, STAGE_AXIS, Mesh, Pipeline, check_pip
 from jaxmnt.config.schema import Config
 from jaxmnt.data.fields import batch_fields
 from jaxmnt.errors import ConfigError, suggest
-from jaxmnt.models.contract import Definition, define
+from jaxmnt.models.adapters import is_adapter
+from jaxmnt.models.contract import Definition
 from jaxmnt.models.experts import choose_method
-from jaxmnt.models.registry import build_family
+from jaxmnt.models.registry import define_model
 from jaxmnt.parallel.axes import length_divisor, num_microbatches, resolve_sizes
 from jaxmnt.parallel.layout import EMPTY_SLOT, Dimension, Layout, pad_dimension
 from jaxmnt.parallel.sharding import (
@@ -81,13 +82,13 @@ def build_spec(
             f"data.sequence_length: {config.data.sequence_length} must be at most model.max_positions "
             f"({model.max_positions}), the number of positions that the model has learned; lower it"
         )
-    definition = define(build_family(model, vocab))
+    definition = define_model(model, config.lora)
     stacks = [group.name for group in definition.groups]
     placement = build_placement(config, build_mesh(config.mesh, devices, host_of), stacks)
     schedule, slots = _plan_schedule(config, definition, placement)
     layout = _plan_layout(config, slots, placement)
     _check_sizes(definition, layout)
-    trained = trained_axes(definition.axes, config.optimizer.frozen)
+    trained = trained_axes(definition, config.optimizer.frozen)
     dtype, float8, kernel = resolve_precision(config, placement.mesh.devices.flat[0])
     shapes = select_trained(definition.abstract, trained)
     optimizer, learning_rate = build_optimizer(config, trained, shapes, stacks, placement, dtype)
@@ -102,7 +103,7 @@ def build_spec(
         data_vocab_size=min(data_vocab_size, vocab), fields=fields,
         reported=reported_names(loss, config.train, names, placement.mesh.devices.flat[0]),
     )  # fmt: skip
-    check_replicated_share(abstract_state(spec)["params"], definition.axes, placement)
+    check_replicated_share(abstract_state(spec)["params"], definition.axes, placement, is_exempt=is_adapter)
     _check_memory_options(config, placement)
     if kernel == "cudnn" and (model.head_dim or 0) > 128 and is_planned(placement):
         raise ConfigError(

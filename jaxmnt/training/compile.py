@@ -18,8 +18,9 @@ from jaxmnt.distributed.container import host_memory_bytes
 from jaxmnt.distributed.gpu_settings import JAX_MEMORY_FRACTION, MEMORY_FRACTION
 from jaxmnt.errors import ConfigError
 from jaxmnt.models import grouped
+from jaxmnt.models.adapters import is_adapter
 from jaxmnt.models.contract import Params
-from jaxmnt.parallel.sharding import Axes, HostOf, Placement
+from jaxmnt.parallel.sharding import Axes, HostOf, Placement, parameter_name
 from jaxmnt.training import engine
 from jaxmnt.training.build import build_spec, is_planned
 from jaxmnt.training.compiler_options import GpuMemory, compiler_options, memory_options
@@ -36,6 +37,7 @@ from jaxmnt.training.state import (
     map_state_with_axes,
     model_state,
     relayout_bytes,
+    saved_state,
 )
 from jaxmnt.training.step import eval_step, train_step
 from jaxmnt.units import size
@@ -50,6 +52,8 @@ class Memory:
     temporary: int
     peak: int
     limit: int | None
+    base: int = 0
+    """The part of `params` that is frozen in a run with adapters."""
 
 
 @dataclass(frozen=True)
@@ -75,11 +79,24 @@ class Program:
         evaluate = jax.jit(step, out_shardings=spec.placement.sharding(()))
         return _compile(spec, evaluate, {}, model_state(self.abstract_state), _abstract_batch(spec))
 
-    def init(self) -> State:
-        """Returns the state before the first step. Each device creates its own shards."""
-        shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state)
-        create = jax.jit(lambda: initial_state(self.spec), out_shardings=shardings)
+    def init(self, parts: Sequence[str] | None = None) -> State:
+        """Returns the state before the first step, or some parts of it. Each device creates its own shards."""
+        parts = list(self.abstract_state) if parts is None else parts
+        select_parts = lambda state: {part: state[part] for part in parts}
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, select_parts(self.abstract_state))
+        create = jax.jit(lambda: select_parts(initial_state(self.spec)), out_shardings=shardings)
         return create.lower().compile(compiler_options(self.spec, "1"))()
+
+    def initial_adapters(self) -> Params:
+        """Returns the initial values of the adapters, in the checkpoint layout, with None in place of all other
+        parameters."""
+        spec, abstract = self.spec, self.canonical_abstract_state["params"]
+        select = lambda tree: jax.tree.map_with_path(
+            lambda path, leaf: leaf if is_adapter(parameter_name(path)) else None, tree
+        )
+        to_dtype = lambda tree: jax.tree.map(lambda leaf: leaf.astype(spec.params_dtype), select(tree))
+        create = lambda: to_dtype(spec.definition.init(jax.random.key(spec.config.seed))[0])
+        return jax.jit(create, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, select(abstract)))()
 
     def first_average(self, params: Params) -> Params:
         """Returns the average that begins with these parameters, which are in the device layout."""
@@ -92,8 +109,14 @@ class Program:
         mesh."""
         return canonical_abstract(self.spec, self.abstract_state)
 
+    @property
+    def saved_abstract_state(self) -> State:
+        """The part of `canonical_abstract_state` that checkpoints contain (`saved_state`)."""
+        return saved_state(self.spec, self.canonical_abstract_state)
+
     def to_canonical(self, state: State) -> State:
-        """Converts the state to the checkpoint layout. Arrays whose layout does not change are returned as they are."""
+        """Converts the state, or some parts of it, to the checkpoint layout. Arrays whose layout does not change are
+        returned as they are. In place of an array there may be None."""
         return self._convert_layout(
             state, self.spec.layout.to_checkpoint_layout, self.canonical_abstract_state, keep_input=True
         )
@@ -108,10 +131,10 @@ class Program:
         """Converts the layout array by array, so that at most one array is in memory in both layouts at a time."""
         layout = self.spec.layout
 
-        def convert_array(array: Array, axes_leaf: AxesLeaf, target_leaf: Any) -> Array:
-            axes = axes_leaf.axes
-            if not layout.changes(axes):
+        def convert_array(array: Array | None, axes_leaf: AxesLeaf, target_leaf: Any) -> Array | None:
+            if array is None or not layout.changes(axes_leaf.axes):
                 return array
+            axes = axes_leaf.axes
             key = (convert.__name__, axes, array.shape, array.dtype, target_leaf.sharding)
             if key not in self._converters:
                 on_device = array.sharding.with_memory_kind("device")
@@ -125,7 +148,11 @@ class Program:
             return converted_array
 
         state_axes = map_state_with_axes(self.spec, target, lambda _, axes: AxesLeaf(axes))
-        return {part: jax.tree.map(convert_array, tree, state_axes[part], target[part]) for part, tree in state.items()}
+        is_none = lambda node: node is None
+        return {
+            part: jax.tree.map(convert_array, tree, state_axes[part], target[part], is_leaf=is_none)
+            for part, tree in state.items()
+        }
 
     @property
     def batch_sharding(self) -> NamedSharding:
@@ -248,6 +275,7 @@ def measure_memory(spec: StepSpec, state: State, step: Any, limit: int | None) -
         temporary=temporary,
         peak=max(peak, during_save),
         limit=limit,
+        base=params - bytes_per_device(saved_state(spec, state)["params"]),
     )
 
 

@@ -22,7 +22,7 @@ from jaxmnt.models.grouped import ProductMethod
 from jaxmnt.models.kernels import Kernel, choose_kernel, device_capability
 from jaxmnt.parallel.axes import num_microbatches
 from jaxmnt.parallel.layout import Layout
-from jaxmnt.parallel.sharding import Axes, Placement, is_axes
+from jaxmnt.parallel.sharding import FLOAT32_AXES, Axes, Placement, is_axes
 from jaxmnt.training.loss import Loss
 from jaxmnt.training.pipeline_schedule import PipelineSchedule
 
@@ -70,8 +70,17 @@ class StepSpec:
 
     @property
     def params_dtype(self) -> jnp.dtype:
-        """The dtype of the stored parameters."""
+        """The dtype of the stored parameters, except the frozen ones of a run with adapters."""
         return jnp.dtype(self.config.train.params_dtype)
+
+    def base_dtype(self, names: Axes) -> jnp.dtype:
+        """Returns the dtype on the devices of a frozen parameter with these axes, in a run with adapters. Norm scales
+        and routers are always used in float32."""
+        lora = self.config.lora
+        assert lora is not None
+        if FLOAT32_AXES & {*names}:
+            return jnp.dtype("float32")
+        return self.dtype if lora.base_dtype == "auto" else jnp.dtype(lora.base_dtype)
 
     @property
     def reduce_dtype(self) -> jnp.dtype:

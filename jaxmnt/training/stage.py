@@ -12,6 +12,7 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxmnt.errors import ConfigError
+from jaxmnt.models.adapters import refusing_other_products
 from jaxmnt.models.cache import Cache
 from jaxmnt.models.context_parallel import DividedRows
 from jaxmnt.models.contract import LayerContext, LayerGroup, LayerOutput, Params
@@ -347,7 +348,7 @@ class Layers:
             rows.positions, rows.segments, rows.is_real, rows.targets_per_token, rows.rotary, keys, spec.kernel,
             spec.placement, divided_rows, [], cache,
         )  # fmt: skip
-        with float8_products(spec.float8):
+        with float8_products(spec.float8), refusing_other_products():
             output = _check_output(layer(x_BSD, context), x_BSD)
         if divided_rows is not None and not context.attention_calls:
             raise ConfigError(

@@ -19,7 +19,7 @@ from jaxmnt.models.contract import Params
 from jaxmnt.parallel.layout import map_with_axes
 from jaxmnt.parallel.sharding import Axes, is_axes
 from jaxmnt.training.spec import State, StepSpec
-from jaxmnt.training.trained import select_trained
+from jaxmnt.training.trained import replace_trained, select_trained
 
 HOST_MEMORY = "pinned_host"
 """JAX's name for the memory of a device's host."""
@@ -36,8 +36,7 @@ def initial_state(spec: StepSpec) -> State:
     """Returns the state before the first step, in the device layout."""
     definition, to_device_layout = spec.definition, spec.layout.to_device_layout
     params, buffers = definition.init(jax.random.key(spec.config.seed))
-    params = jax.tree.map(lambda leaf: leaf.astype(spec.params_dtype), params)
-    params = map_with_axes(to_device_layout, params, definition.axes)
+    params = map_with_axes(to_device_layout, _in_stored_dtypes(spec, params), definition.axes)
     state = {
         "params": params,
         "optimizer": spec.optimizer.init(select_trained(params, spec.trained_axes)),
@@ -49,6 +48,15 @@ def initial_state(spec: StepSpec) -> State:
     if spec.config.optimizer.average is not None:
         state["average"] = first_average(spec, params)
     return state
+
+
+def _in_stored_dtypes(spec: StepSpec, params: Params) -> Params:
+    """Returns the parameters in the dtypes in which devices store them."""
+    trained = jax.tree.map(lambda leaf: leaf.astype(spec.params_dtype), params)
+    if spec.config.lora is None:
+        return trained
+    base = map_with_axes(lambda leaf, names: leaf.astype(spec.base_dtype(names)), params, spec.definition.axes)
+    return replace_trained(base, trained, spec.trained_axes)
 
 
 def first_average(spec: StepSpec, params: Params) -> Params:
@@ -87,11 +95,19 @@ def model_state(state: State) -> State:
     return {part: state[part] for part in ("params", "buffers") if part in state}
 
 
+def saved_state(spec: StepSpec, state: State) -> State:
+    """Returns the part of the state that checkpoints contain, with None in place of the frozen parameters of a run with
+    adapters."""
+    if spec.config.lora is None:
+        return state
+    return state | {"params": select_trained(state["params"], spec.trained_axes)}
+
+
 def relayout_bytes(spec: StepSpec, state: State) -> int:
     """Returns the number of extra bytes that a save needs on a device for copies of the arrays whose checkpoint layout
     differs from the device layout."""
-    canonical_state = canonical_abstract(spec, state)
-    pairs = zip(jax.tree.leaves(canonical_state), jax.tree.leaves(state), strict=True)
+    canonical_state = saved_state(spec, canonical_abstract(spec, state))
+    pairs = zip(jax.tree.leaves(canonical_state), jax.tree.leaves(saved_state(spec, state)), strict=True)
     return sum(bytes_per_device(new_leaf) for new_leaf, old_leaf in pairs if new_leaf is not old_leaf)
 
 

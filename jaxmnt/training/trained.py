@@ -1,12 +1,13 @@
 """Selection of the parameters that train. Trees of gradients and of optimizer state have None for frozen parameters."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
 import jax
 
 from jaxmnt.errors import ConfigError
+from jaxmnt.models.contract import Definition
 from jaxmnt.parallel.sharding import is_axes, parameter_name
 
 
@@ -32,9 +33,13 @@ def match_parameters(patterns: Sequence[str], axes: Any, key: str) -> dict[str, 
     return first_match
 
 
-def trained_axes(axes: Any, frozen: Sequence[str]) -> Any:
-    """Returns the tree of logical axes, with None for frozen parameters."""
-    frozen_names = match_parameters(frozen, axes, "optimizer.frozen")
+def trained_axes(definition: Definition, frozen: Sequence[str]) -> Any:
+    """Returns the tree of logical axes, with None for frozen parameters: those that the patterns `frozen` match, or in
+    a model with adapters, all but the adapters and `lora.also_train`."""
+    axes, adapters = definition.axes, definition.adapters
+    frozen_names: Collection[str] = match_parameters(frozen, axes, "optimizer.frozen")
+    if adapters is not None:
+        frozen_names = {name for name in axes_by_name(axes) if not adapters.trains(name)}
     drop_frozen = lambda path, names: None if parameter_name(path) in frozen_names else names
     return jax.tree.map_with_path(drop_frozen, axes, is_leaf=is_axes)
 
@@ -42,6 +47,17 @@ def trained_axes(axes: Any, frozen: Sequence[str]) -> Any:
 def select_trained(tree: Any, axes: Any) -> Any:
     """Returns the tree with None for frozen parameters, which are those with None in the tree of axes."""
     return jax.tree.map(lambda names, leaf: None if names is None else leaf, axes, tree, is_leaf=_axes_or_none)
+
+
+def select_frozen(tree: Any, axes: Any) -> Any:
+    """Returns the tree with None for parameters that train, which are those with axes in the tree of axes."""
+    return jax.tree.map(lambda names, leaf: leaf if names is None else None, axes, tree, is_leaf=_axes_or_none)
+
+
+def fill_in(tree: Any, missing: Any) -> Any:
+    """Returns the tree with the leaves of `missing` where the tree has None."""
+    fill = lambda leaf, new: new if leaf is None else leaf
+    return jax.tree.map(fill, tree, missing, is_leaf=lambda node: node is None)
 
 
 def replace_trained(tree: Any, new: Any, axes: Any) -> Any:

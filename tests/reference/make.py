@@ -18,6 +18,8 @@ logits_4096     float32 [64, vocabulary], at `places_4096` of all
 
 presets.json (tests/reference/presets.py) has the config.json of each preset; its parameters are counted here.
 
+NAME/lora has adapters that PEFT has trained beside some of the models (tests/reference/lora.py).
+
 Weights are far from those of an initialisation: what is wrong with positions, windows or biases has to show.
 """
 
@@ -26,6 +28,8 @@ import json
 import sys
 from pathlib import Path
 
+import lora
+import peft
 import safetensors
 import torch
 import transformers
@@ -293,12 +297,14 @@ def main():
         make(name, folder, seed)
         if name in LONG:
             make_long(name, folder, seed)
+        if name in lora.SETTINGS:
+            lora.make(name, folder, seed)
         print(name)
     presets = json.loads((HERE / "presets.json").read_text()) if (HERE / "presets.json").exists() else {}
     counted = {name: {**one, "parameters": count(one["config"])} for name, one in presets.items()}
     if counted:
         (folder / "presets.json").write_text(json.dumps(counted, indent=1) + "\n")
-    versions = {module.__name__: module.__version__ for module in (torch, transformers, safetensors)}
+    versions = {module.__name__: module.__version__ for module in (torch, transformers, safetensors, peft)}
     seeds = {name: seed for seed, name in enumerate(MODELS)}
     (folder / "about.json").write_text(json.dumps({"versions": versions, "seeds": seeds}, indent=1) + "\n")
 

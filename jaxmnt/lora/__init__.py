@@ -1,0 +1,1 @@
+"""Runs with adapters: their frozen parameters, and adapters in other formats (docs/lora.md)."""
