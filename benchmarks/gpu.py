@@ -359,6 +359,33 @@ def part_context(bench: Bench) -> Result:
     return {"cases": [divided_rows.measure(case, 3) for case in cases]}
 
 
+def part_lora(bench: Bench) -> Result:
+    """Adapters beside a run, all and those of attention, with the memory that was planned; the base is trained for the
+    speed and memory of full training."""
+    rank = 4 if bench.rehearse else 32
+    bfloat16 = "train.precision=bfloat16"
+    base = train(bench, "lora-base", bench.small, bfloat16)
+    begin = [f"run.init_from={base}", f"lora={{rank: {rank}, alpha: {2 * rank}}}", bfloat16]
+    all_linear = train(bench, "lora-all", bench.small, *begin)
+    attention = train(bench, "lora-attention", bench.small, *begin, "lora.targets=[layers.attention.*]")
+    again = train(bench, "lora-again", bench.small, *begin)
+    return {
+        "full": measured(base), "full_planned_gib": planned(bench.small, bench, bfloat16),
+        "all": measured(all_linear), "all_planned_gib": planned(bench.small, bench, *begin[1:]),
+        "attention": measured(attention), "losses_of_two_runs_equal": losses(all_linear) == losses(again),
+    }  # fmt: skip
+
+
+def part_muon(bench: Bench) -> Result:
+    """Muon by each set of coefficients, beside AdamW: what its products cost on one card, and how the loss falls."""
+    kinds = {"adamw": [], "jordan": ["optimizer.kind=muon"]}
+    kinds["polar_express"] = [*kinds["jordan"], "optimizer.muon.coefficients=polar_express"]
+    return {
+        name: measured(train(bench, f"muon-{name}", bench.small, "train.precision=bfloat16", *settings))
+        for name, settings in kinds.items()
+    }
+
+
 PARTS: dict[str, tuple[Callable[[Bench], Result], int]] = {
     "versions": (part_versions, 60),
     "tests": (part_tests, 420),
@@ -367,6 +394,8 @@ PARTS: dict[str, tuple[Callable[[Bench], Result], int]] = {
     "packed": (part_packed, 240),
     "experts": (part_experts, 300),
     "context": (part_context, 120),
+    "lora": (part_lora, 300),
+    "muon": (part_muon, 240),
     "determinism": (part_determinism, 400),
     "convergence": (part_convergence, 400),
     "long": (part_long, 240),
