@@ -50,6 +50,13 @@ def test_a_right_family_is_the_same():
 
 
 @pytest.mark.slow
+def test_a_bias_of_distances_is_the_same():
+    """With heads on several devices, rows on several devices, and a cache."""
+    differences, decoding = found_in("biased_families.Alibi")
+    assert not differences and not decoding
+
+
+@pytest.mark.slow
 def test_the_command(tmp_path):
     """On the example, whose data, loss and optimizer are its own, and with a fault."""
     config = ROOT / "examples" / "digits" / "digits.yaml"

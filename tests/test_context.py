@@ -65,14 +65,15 @@ def attention_inputs(seed=0):
     return q, k, v, gradient
 
 
-def exact(q, k, v, gradient, segments, window=None, soft_cap=None, sinks_H=None):
+def exact(q, k, v, gradient, segments, window=None, soft_cap=None, sinks_H=None, bias_HD=None):
     """Attention and its gradients with all scores at once, in float64."""
 
-    def attend(q, k, v, sinks_H):
+    def attend(q, k, v, sinks_H, bias_HD):
         k, v = (jnp.repeat(x, HEADS // GROUPS, 2) for x in (k, v))
         scores = jnp.einsum("blhk,bmhk->bhlm", q, k) * WIDTH**-0.5
         scores = scores if soft_cap is None else soft_cap * jnp.tanh(scores / soft_cap)
         distance = np.arange(LENGTH)[:, None] - np.arange(LENGTH)
+        scores += bias_HD[:, np.clip(distance, 0, bias_HD.shape[1] - 1)]
         seen = ((distance >= 0) & (distance < (window or LENGTH)))[None]
         if segments is not None:
             seen = seen & (segments[:, :, None] == segments[:, None])
@@ -83,44 +84,52 @@ def exact(q, k, v, gradient, segments, window=None, soft_cap=None, sinks_H=None)
 
     with jax.enable_x64(True):
         sinks_H = np.full(HEADS, -np.inf) if sinks_H is None else sinks_H
-        out, backward = jax.vjp(attend, *(jnp.asarray(x, jnp.float64) for x in (q, k, v, sinks_H)))
+        bias_HD = np.zeros((HEADS, 1)) if bias_HD is None else bias_HD
+        out, backward = jax.vjp(attend, *(jnp.asarray(x, jnp.float64) for x in (q, k, v, sinks_H, bias_HD)))
         return [np.asarray(x) for x in (out, *backward(jnp.asarray(gradient, jnp.float64)))]
 
 
-def across_devices(devices, q, k, v, gradient, segments, kernel="blockwise", sinks_H=None, **options):
+def across_devices(devices, q, k, v, gradient, segments, kernel="blockwise", sinks_H=None, bias_HD=None, **options):
     """The same on devices that share the rows, in the order of the rows."""
     placement = Placement(build_mesh(Mesh(data=1, context=devices), jax.devices()[:devices]))
     columns, places = device_order(LENGTH, devices), row_order(LENGTH, devices)
-    has_sinks = sinks_H is not None
+    sinks_H = np.full(HEADS, -1e30, np.float32) if sinks_H is None and bias_HD is not None else sinks_H
+    per_head = (sinks_H, bias_HD)
+    has_extras = any(x is not None for x in per_head)
 
-    def run(q, k, v, gradient, segments, sinks_H):
+    def run(q, k, v, gradient, segments, per_head):
         rows = DividedRows(
             placement, jnp.dtype("float32"), None if segments is None else whole_rows(segments, placement)
         )
-        attend = lambda q, k, v, sinks_H: attend_across_devices(q, k, v, rows, kernel, sinks_H=sinks_H, **options)
-        out, backward = jax.vjp(attend, q, k, v, sinks_H)
-        *gradients, sinks_gradient = backward(gradient)
-        return out, *gradients, jax.lax.psum(sinks_gradient, "context") if has_sinks else None
+
+        def attend(q, k, v, per_head):
+            sinks_H, bias_HD = per_head
+            return attend_across_devices(q, k, v, rows, kernel, sinks_H=sinks_H, bias_HD=bias_HD, **options)
+
+        out, backward = jax.vjp(attend, q, k, v, per_head)
+        *gradients, of_heads = backward(gradient)
+        return out, *gradients, jax.lax.psum(of_heads, "context") if has_extras else of_heads
 
     in_rows, whole = placement.spec((None, "length")), placement.spec(())
-    segments_spec, sinks_spec = None if segments is None else in_rows, whole if has_sinks else None
-    specs = (in_rows, in_rows, in_rows, in_rows, segments_spec, sinks_spec)
+    segments_spec = None if segments is None else in_rows
+    heads_spec = jax.tree.map(lambda _: whole, per_head)
+    specs = (in_rows, in_rows, in_rows, in_rows, segments_spec, heads_spec)
     function = jax.shard_map(
-        run, mesh=placement.mesh, in_specs=specs, out_specs=(*specs[:4], sinks_spec), check_vma=False
+        run, mesh=placement.mesh, in_specs=specs, out_specs=(*specs[:4], heads_spec), check_vma=False
     )
     arrays = [jnp.asarray(x[:, columns], jnp.float32) for x in (q, k, v, gradient)]
     segments = None if segments is None else jnp.asarray(segments[:, columns])
     with jax.default_matmul_precision("highest"):
-        *results, sinks_gradient = jax.jit(function)(*arrays, segments, sinks_H)
-    return [np.asarray(x)[:, places] for x in results] + ([np.asarray(sinks_gradient)] if has_sinks else [])
+        *results, of_heads = jax.jit(function)(*arrays, segments, per_head)
+    return [np.asarray(x)[:, places] for x in results] + [np.asarray(x) for x in jax.tree.leaves(of_heads)]
 
 
 def check_attention(devices, segments, kernel="blockwise", **options):
     inputs = attention_inputs()
     expected = exact(*inputs, segments, **options)
     results = across_devices(devices, *inputs, segments, kernel, **options)
-    for name, result, value in zip(("out", "q", "k", "v", "sinks"), results, expected, strict=False):
-        error = np.abs(result - value).max() / np.abs(value).max()
+    for name, result, value in zip(("out", "q", "k", "v", "sinks", "bias"), results, expected, strict=False):
+        error = np.abs(result - value).max() / max(np.abs(value).max(), 1e-30)
         assert error <= 2e-6, f"{name}: {error:.1e}"
 
 
@@ -156,6 +165,15 @@ def test_scores_that_change_are_exact_across_devices(monkeypatch):
     monkeypatch.setattr(blockwise, "BLOCK", 3)
     check_attention(4, PACKED["at ends of chunks"])
     check_attention(4, None)
+
+
+@pytest.mark.parametrize(
+    ("devices", "rows", "entries", "window"),
+    mostly_slow({0}, [(4, "anywhere", LENGTH, None), (2, None, 9, None), (3, "one token", 40, None), (4, None, 96, 9)]),
+)
+def test_biases_of_distances_are_exact_across_devices(devices, rows, entries, window):
+    bias_HD = np.random.default_rng(0).standard_normal((HEADS, entries)).astype(np.float32)
+    check_attention(devices, PACKED.get(rows), bias_HD=bias_HD, window=window)
 
 
 def test_a_halo_is_a_part_of_all_keys(monkeypatch):

@@ -17,13 +17,15 @@ from jaxmnt.training.state import abstract_state
 from jaxmnt.training.step import mean_gradients
 
 
-def plain(q, k, v, sinks, segments, window, soft_cap, scale):
+def plain(q, k, v, sinks, segments, window, soft_cap, scale, bias_HD=None):
     """The same with all scores at once."""
     length, heads = q.shape[1:3]
     k, v = (jnp.repeat(one, heads // one.shape[2], 2) for one in (k, v))
     scores = jnp.einsum("blhk,bmhk->bhlm", q, k) * scale
     scores = soft_cap * jnp.tanh(scores / soft_cap) if soft_cap else scores
     back = jnp.arange(length)[:, None] - jnp.arange(length)
+    if bias_HD is not None:
+        scores += bias_HD[:, jnp.clip(back, 0, bias_HD.shape[1] - 1)]
     seen = ((back >= 0) & (back < (window or length)))[None, None]
     if segments is not None:
         seen = seen & (segments[:, None, :, None] == segments[:, None, None, :])
@@ -72,6 +74,37 @@ def test_blockwise_attention_is_exact(
     with jax.default_matmul_precision("highest"):
         found, expected = both(q, k, v, scores)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("length", "kv_heads", "entries", "window", "soft_cap"),
+    [
+        (1, 2, 1, None, None),
+        (32, 4, 32, None, None),
+        (31, 1, 5, 7, None),
+        (65, 2, 65, None, 2.0),
+        (50, 1, 20, 24, None),
+    ],
+)
+def test_biases_of_distances_are_exact(length, kv_heads, entries, window, soft_cap, monkeypatch):
+    monkeypatch.setattr(blockwise, "BLOCK", 16)
+    rng = np.random.default_rng(length)
+    array = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)
+    q, k, v, gradient = (array(2, length, count, 8) for count in (4, kv_heads, kv_heads, 4))
+    segments = jnp.asarray(np.sort(rng.integers(1, 4, (2, length)), axis=1))
+    options = {"window": window, "soft_cap": soft_cap, "scale": 0.3}
+
+    @jax.jit
+    def both(q, k, v, bias_HD):
+        ours = lambda q, k, v, bias_HD: attend(q, k, v, segments, "cudnn", bias_HD=bias_HD, **options)
+        whole = lambda q, k, v, bias_HD: plain(q, k, v, None, segments, window, soft_cap, 0.3, bias_HD)
+        results = (jax.vjp(function, q, k, v, bias_HD) for function in (ours, whole))
+        return [(out, backward(gradient)) for out, backward in results]
+
+    with jax.default_matmul_precision("highest"):
+        results, expected = both(q, k, v, array(4, entries))
+    for a, b in zip(jax.tree.leaves(results), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
 

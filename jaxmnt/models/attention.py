@@ -60,7 +60,7 @@ class Attention(nnx.Module):
         v_BLGK = checkpoint_name(v_BLGK, "value")
         k_BLGK, v_BLGK = device_heads.align_to_queries(k_BLGK), device_heads.align_to_queries(v_BLGK)
 
-        a_BLHK = context.attend(q_BLHK, k_BLGK, v_BLGK, **self.options())
+        a_BLHK = context.attend(q_BLHK, k_BLGK, v_BLGK, **self.options(context))
         return checkpoint_name(project_scattered(a_BLHK, self.output[...], placement, "heads"), "attention_output")
 
     # Families override the following attributes and methods.
@@ -86,7 +86,7 @@ class Attention(nnx.Module):
         """Returns the rotary tables for queries and keys; None if they are not rotated."""
         return context.rotary[SHARED_ROTARY]
 
-    def options(self) -> dict[str, Any]:
+    def options(self, context: LayerContext) -> dict[str, Any]:
         """Returns the keyword arguments for `kernels.attend`."""
         return {"window": self.window}
 

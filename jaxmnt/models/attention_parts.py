@@ -42,6 +42,10 @@ class PartInputs(NamedTuple):
     """The shared document if attention is not causal; None if all queries see all keys."""
     sinks_H: Array | None = None
     """See `kernels.attend`. Only one of the parts may have them."""
+    bias_HD: Array | None = None
+    """See `kernels.attend`."""
+    first_query: int | Array = 0
+    """Index in the row of the first query, minus that of the first key."""
 
 
 class Part(NamedTuple):
@@ -65,6 +69,7 @@ class PartGradients(NamedTuple):
     k_BJGK: Array
     v_BJGK: Array
     sinks_H: Array | None = None
+    bias_HD: Array | None = None
 
 
 def attend_to_part(kernel: str, options: ScoreOptions, inputs: PartInputs) -> Part:
@@ -87,28 +92,28 @@ def differentiate_part(
     block_inputs = _block_inputs(inputs)
     log_sum_NRL = blockwise.log_sums_by_group(total.log_sum_BLH, block_inputs)
     gradients = blockwise.differentiate_blocks(options, block_inputs, total.a_BLHK, log_sum_NRL, gradient_BLHK)
-    return PartGradients(gradients.q_BLHK, gradients.k_BLGK, gradients.v_BLGK, gradients.sinks_H)
+    return PartGradients(gradients.q_BLHK, gradients.k_BLGK, gradients.v_BLGK, gradients.sinks_H, gradients.bias_HD)
 
 
 def _block_inputs(inputs: PartInputs) -> Inputs:
     """Returns the inputs for the blockwise kernel, for which a shared document is a segment."""
-    q_BLHK, k_BJGK, v_BJGK, segments_BL, shared, sinks_H = inputs
+    q_BLHK, k_BJGK, v_BJGK, segments_BL, shared, sinks_H, bias_HD, first_query = inputs
     if shared is None:
-        return Inputs(q_BLHK, k_BJGK, v_BJGK, segments_BL, segments_BL, sinks_H)
+        return Inputs(q_BLHK, k_BJGK, v_BJGK, segments_BL, segments_BL, sinks_H, bias_HD, first_query)
     in_document_BL = jnp.arange(q_BLHK.shape[1]) < shared.queries_B[:, None]
     in_document_BJ = jnp.arange(k_BJGK.shape[1]) >= shared.first_key_B[:, None]
     # The document is segment 1. The other queries and keys have different segments, so that they do not see each other.
     query_segments_BL = jnp.where(in_document_BL, 1, 2)
     key_segments_BJ = jnp.where(in_document_BJ, 1, 3)
-    return Inputs(q_BLHK, k_BJGK, v_BJGK, query_segments_BL, key_segments_BJ, sinks_H)
+    return Inputs(q_BLHK, k_BJGK, v_BJGK, query_segments_BL, key_segments_BJ, sinks_H, bias_HD, first_query)
 
 
 # -- with cuDNN
 
 
 def _attend_with_cudnn(options: ScoreOptions, inputs: PartInputs) -> Part:
-    q_BLHK, k_BJGK, v_BJGK, segments_BL, shared, sinks_H = inputs
-    assert sinks_H is None and options.soft_cap is None
+    q_BLHK, k_BJGK, v_BJGK, segments_BL, shared, sinks_H, bias_HD, _ = inputs
+    assert sinks_H is None and bias_HD is None and options.soft_cap is None
     if segments_BL is not None:
         return Part(*cudnn.attend_packed_with_statistics(options, q_BLHK, k_BJGK, v_BJGK, segments_BL))
     if shared is None:
@@ -128,7 +133,7 @@ def _attend_with_cudnn(options: ScoreOptions, inputs: PartInputs) -> Part:
 def _differentiate_with_cudnn(
     options: ScoreOptions, inputs: PartInputs, total: Part, gradient_BLHK: Array
 ) -> PartGradients:
-    q_BLHK, k_BJGK, v_BJGK, segments_BL, shared, _ = inputs
+    q_BLHK, k_BJGK, v_BJGK, segments_BL, shared, *_ = inputs
     a_BLHK, log_sum_BLH = total
     if segments_BL is not None:
         return PartGradients(

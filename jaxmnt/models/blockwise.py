@@ -57,7 +57,7 @@ class Queries(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """Keys and values, and the segments of queries and keys."""
+    """Keys and values, the segments of queries and keys, and the bias of their distances."""
 
     k_NLK: Array
     v_NLK: Array
@@ -65,13 +65,51 @@ class Keys(NamedTuple):
     segments_BL: Array | None
     num_keys: int
     """The number of keys without padding."""
+    bias: "DistanceBias | None" = None
+
+
+class DistanceBias(NamedTuple):
+    """A number for each head and each distance from a query back to a key, which is added to the score."""
+
+    table_GRD: Array
+    """Float32. Keys at least D - 1 tokens before the query have the last entry."""
+    first_query: int | Array
+    """Index in the row of the first query, minus that of the first key."""
+
+    def distances(self, block: "BlockRange") -> Array:
+        """Returns the entry of the table for each query and key of a block, int32 [Q, J]."""
+        query_Q1 = (self.first_query + block.first_query + jnp.arange(block.num_queries))[:, None]
+        key_J = block.first_key + jnp.arange(block.num_keys)
+        return jnp.clip(query_Q1 - key_J, 0, self.table_GRD.shape[-1] - 1)
+
+    def add_to(self, block: "BlockRange", scores_NRQJ: Array) -> Array:
+        """Returns the scores of a block with the bias added."""
+        bias_GRQJ = jnp.take(self.table_GRD, self.distances(block), axis=-1)
+        return (_by_batch(scores_NRQJ, len(bias_GRQJ)) + bias_GRQJ).reshape(scores_NRQJ.shape)
+
+    def gradient(self, block: "BlockRange", gradient_NRQJ: Array) -> Array:
+        """Returns the gradient of the table, from that of the scores of a block."""
+        sum_GRQJ = jnp.sum(_by_batch(gradient_NRQJ, len(self.table_GRD)), axis=0)
+        # All pairs of a diagonal have the same distance. In rows that are one number longer than those that the numbers
+        # were written in, each row begins one number later, so a diagonal becomes a column, and a sum over rows leaves
+        # one number for each distance.
+        queries, keys = block.num_queries, block.num_keys
+        padded = jnp.pad(sum_GRQJ, ((0, 0), (0, 0), (0, 0), (queries, 0)))
+        flat = jnp.pad(padded.reshape(*padded.shape[:2], -1), ((0, 0), (0, 0), (0, queries)))
+        diagonals_GRI = jnp.sum(flat.reshape(*padded.shape[:2], queries, queries + keys + 1), axis=2)
+        first_distance = self.first_query + block.first_query - block.first_key + queries
+        distance_I = first_distance - jnp.arange(queries + keys + 1)
+        entries = jnp.clip(distance_I, 0, self.table_GRD.shape[-1] - 1)
+        return jnp.zeros_like(self.table_GRD).at[..., entries].add(diagonals_GRI)
 
 
 class KeyGradients(NamedTuple):
-    """Float32 gradients of all keys and values. K comes before L, which saves a transposed copy on a CPU."""
+    """Float32 gradients of all keys and values, and of the table of biases. K comes before L, which saves a transposed
+    copy on a CPU."""
 
     k_NKL: Array
     v_NKL: Array
+    bias_GRD: Array | None = None
 
 
 class BlockRange(NamedTuple):
@@ -142,14 +180,19 @@ def _differentiate(
     # The gradient of softmax, as in FlashAttention (arXiv:2205.14135, appendix B.2): p · (dp - dot), times the slope.
     p_NRQJ = jnp.exp(scores_NRQJ - block_queries.log_sum_NRL[..., None])
     p_gradient_NRQJ = _product(block_queries.gradient_NRLK, v_NJK, 2)
-    s_gradient_NRQJ = p_NRQJ * (p_gradient_NRQJ - block_queries.dot_NRL[..., None]) * slope_NRQJ
+    biased_gradient_NRQJ = p_NRQJ * (p_gradient_NRQJ - block_queries.dot_NRL[..., None])
+    bias_GRD = key_gradients.bias_GRD
+    if keys.bias is not None:
+        assert bias_GRD is not None
+        bias_GRD += keys.bias.gradient(block, biased_gradient_NRQJ)
+    s_gradient_NRQJ = biased_gradient_NRQJ * slope_NRQJ
     p_NRQJ, s_gradient_NRQJ = p_NRQJ.astype(dtype), s_gradient_NRQJ.astype(dtype)
     q_gradient_NRQK += _product(s_gradient_NRQJ, k_NJK, 1)
     k_gradient_NKJ = _sum_over_queries(block_queries.q_NRLK, s_gradient_NRQJ)
     k_NKL = _add_at(key_gradients.k_NKL, block.first_key, k_gradient_NKJ)
     v_gradient_NKJ = _sum_over_queries(block_queries.gradient_NRLK, p_NRQJ)
     v_NKL = _add_at(key_gradients.v_NKL, block.first_key, v_gradient_NKJ)
-    return q_gradient_NRQK, KeyGradients(k_NKL, v_NKL)
+    return q_gradient_NRQK, KeyGradients(k_NKL, v_NKL, bias_GRD)
 
 
 def _scores(options: ScoreOptions, block: BlockRange, q_NRQK: Array, keys: Keys) -> tuple[Array, Array | float]:
@@ -160,6 +203,8 @@ def _scores(options: ScoreOptions, block: BlockRange, q_NRQK: Array, keys: Keys)
     if options.soft_cap is not None:
         tanh_NRQJ = jnp.tanh(scores_NRQJ / options.soft_cap)
         scores_NRQJ, slope = options.soft_cap * tanh_NRQJ, slope * (1 - jnp.square(tanh_NRQJ))
+    if keys.bias is not None:
+        scores_NRQJ = keys.bias.add_to(block, scores_NRQJ)
 
     visible = _visible(options, block, keys)
     if keys.segments_BL is not None:
@@ -187,6 +232,11 @@ def _sinks_by_group(sinks_H: Array, like_NRLK: Array) -> Array:
     rows, group_size = like_NRLK.shape[:2]
     groups = sinks_H.shape[0] // group_size
     return jnp.tile(sinks_H.astype(jnp.float32).reshape(groups, group_size), (rows // groups, 1))[..., None]
+
+
+def _by_batch(x_NRQJ: Array, groups: int) -> Array:
+    """Returns an array [N, R, Q, J] as [B, G, R, Q, J]."""
+    return x_NRQJ.reshape(-1, groups, *x_NRQJ.shape[1:])
 
 
 def _product(x_NRQA: Array, y_NJK: Array, contracted_dimension: int) -> Array:
@@ -228,7 +278,7 @@ def _slice(array: Array, start: Any, size: int, axis: int) -> Array:
 
 
 class Inputs(NamedTuple):
-    """The inputs of attention. Only queries, keys, values and sinks have gradients."""
+    """The inputs of attention. Only queries, keys, values, sinks and biases have gradients."""
 
     q_BLHK: Array
     k_BLGK: Array
@@ -237,6 +287,10 @@ class Inputs(NamedTuple):
     """A query sees only keys of its own segment; None if there are no segments."""
     key_segments_BL: Array | None
     sinks_H: Array | None = None
+    bias_HD: Array | None = None
+    """A number that is added to the score of a head's query and key, by their distance (see `kernels.attend`)."""
+    first_query: int | Array = 0
+    """Index in the row of the first query, minus that of the first key. Only biases need it."""
 
     @property
     def are_long(self) -> bool:
@@ -283,7 +337,11 @@ def differentiate_blocks(
         by_kv_head(key_gradients.k_NKL),
         by_kv_head(key_gradients.v_NKL),
     )
-    return Inputs(*gradients, None, None, sinks_gradient_H)
+    bias_gradient_HD = None
+    if inputs.bias_HD is not None:
+        assert key_gradients.bias_GRD is not None
+        bias_gradient_HD = key_gradients.bias_GRD.reshape(inputs.bias_HD.shape).astype(inputs.bias_HD.dtype)
+    return Inputs(*gradients, None, None, sinks_gradient_H, bias_gradient_HD, None)  # type: ignore[arg-type]
 
 
 def _backward(options: ScoreOptions, saved: tuple[Inputs, Array, Array], gradient_BLHK: Array) -> tuple[Inputs]:
@@ -316,7 +374,12 @@ def _keys_by_group(inputs: Inputs) -> Keys:
     k_NLK = _by_group(inputs.k_BLGK, groups, padded=padded)[:, 0]
     v_NLK = _by_group(inputs.v_BLGK, groups, padded=padded)[:, 0]
     pad = lambda segments_BL: None if segments_BL is None else _pad(segments_BL, padded=padded)
-    return Keys(k_NLK, v_NLK, pad(inputs.query_segments_BL), pad(inputs.key_segments_BL), inputs.k_BLGK.shape[1])
+    bias = None
+    if inputs.bias_HD is not None:
+        table_GRD = inputs.bias_HD.astype(jnp.float32).reshape(groups, -1, inputs.bias_HD.shape[-1])
+        bias = DistanceBias(table_GRD, inputs.first_query)
+    segments = pad(inputs.query_segments_BL), pad(inputs.key_segments_BL)
+    return Keys(k_NLK, v_NLK, *segments, inputs.k_BLGK.shape[1], bias)
 
 
 def _by_group(x_BLHK: Array, groups: int, *, padded: bool) -> Array:
@@ -423,7 +486,7 @@ def _zero_key_gradients(keys: Keys) -> KeyGradients:
     """Returns gradients of zero for all keys and values."""
     rows, length, width = keys.k_NLK.shape
     zeros_NKL = jnp.zeros((rows, width, length), jnp.float32)
-    return KeyGradients(zeros_NKL, zeros_NKL)
+    return KeyGradients(zeros_NKL, zeros_NKL, None if keys.bias is None else jnp.zeros_like(keys.bias.table_GRD))
 
 
 def _fold_over_keys(

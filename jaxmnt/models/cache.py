@@ -47,14 +47,16 @@ class Cache:
         soft_cap: float | None = None,
         scale: float | None = None,
         sinks_H: Array | None = None,
+        bias_HD: Array | None = None,
     ) -> Array:
         """Does the same as `kernels.attend`, but attends to earlier tokens as well. Each row is one document."""
         if self._previous is None:
             padding = ((0, 0), (0, self._capacity - k_BQGK.shape[1]), (0, 0), (0, 0))
             self.entries.append(KeysValues(jnp.pad(k_BQGK, padding), jnp.pad(v_BQGK, padding)))
             return attend(
-                q_BQHK, k_BQGK, v_BQGK, None, kernel, window=window, soft_cap=soft_cap, scale=scale, sinks_H=sinks_H
-            )
+                q_BQHK, k_BQGK, v_BQGK, None, kernel, window=window, soft_cap=soft_cap, scale=scale, sinks_H=sinks_H,
+                bias_HD=bias_HD,
+            )  # fmt: skip
         entry = self._write(self._previous[len(self.entries)], k_BQGK, v_BQGK)
         self.entries.append(entry)
         groups = entry.k_BTGK.shape[2]
@@ -65,6 +67,10 @@ class Cache:
             scores_BGRQT = soft_cap * jnp.tanh(scores_BGRQT / soft_cap)
         # The causal mask also hides positions that no token has been written to.
         distance_BQT = self._positions_BQ[:, :, None] - jnp.arange(self._capacity)
+        if bias_HD is not None:
+            entries_BQT = jnp.clip(distance_BQT, 0, bias_HD.shape[-1] - 1)
+            bias_HBQT = jnp.take(bias_HD.astype(jnp.float32), entries_BQT, axis=-1)
+            scores_BGRQT += jnp.moveaxis(bias_HBQT, 0, 1).reshape(scores_BGRQT.shape)
         visible_BQT = (distance_BQT >= 0) & (distance_BQT < (window or self._capacity))
         scores_BGRQT = jnp.where(visible_BQT[:, None, None], scores_BGRQT, -jnp.inf)
         sinks = None if sinks_H is None else sinks_H.astype(jnp.float32).reshape(groups, -1, 1, 1)

@@ -76,17 +76,18 @@ def attend_across_devices(
     soft_cap: float | None = None,
     scale: float | None = None,
     sinks_H: Array | None = None,
+    bias_HD: Array | None = None,
 ) -> Array:
     """Does the same as `kernels.attend` for rows that are divided among devices. Returns [B, S, H, K]."""
     length = q_BSHK.shape[1] * rows.devices
     if window is not None and window < length:
-        options = {"window": window, "soft_cap": soft_cap, "scale": scale, "sinks_H": sinks_H}
+        options = {"window": window, "soft_cap": soft_cap, "scale": scale, "sinks_H": sinks_H, "bias_HD": bias_HD}
         return _attend_within_window(q_BSHK, k_BSGK, v_BSGK, rows, kernel, options)
     score_options = ScoreOptions(q_BSHK.shape[-1] ** -0.5 if scale is None else scale, None, soft_cap)
-    if soft_cap is not None or sinks_H is not None:
+    if soft_cap is not None or sinks_H is not None or bias_HD is not None:
         kernel = "blockwise"
     settings = _Settings(kernel, score_options, rows.placement, rows.reduce_dtype)
-    return _attend(settings, q_BSHK, k_BSGK, v_BSGK, rows.segments_BL, sinks_H)
+    return _attend(settings, q_BSHK, k_BSGK, v_BSGK, rows.segments_BL, sinks_H, bias_HD)
 
 
 # -- without a window
@@ -113,6 +114,8 @@ class _Step(NamedTuple):
     """The index of the first key among the gathered keys of that half."""
     num_keys: int
     shared: SharedDocument | None
+    first_query: int | Array
+    """The index in the row of the first query, minus that of the first key."""
 
     def queries(self, x_2BCHK: Array) -> Array:
         """Returns the entry of an array that belongs to the queries."""
@@ -162,8 +165,9 @@ class RowPart(NamedTuple):
 
     def late_to_first_half(self) -> _Step:
         """Returns the step in which the late chunk attends to the first half of the row."""
-        shared = self._shared_document(self.chunk_numbers()[LATE], 0, self.devices)
-        return _Step(LATE, EARLY, 0, self.devices * self.chunk_length, shared)
+        late_number = self.chunk_numbers()[LATE]
+        shared = self._shared_document(late_number, 0, self.devices)
+        return _Step(LATE, EARLY, 0, self.devices * self.chunk_length, shared, late_number * self.chunk_length)
 
     def chunk_to_chunk(self, number: Array) -> _Step:
         """Returns one of the `steps`, numbered from 1, in which a chunk attends to one chunk of the same half."""
@@ -174,7 +178,8 @@ class RowPart(NamedTuple):
         earlier = jnp.where(is_early, sender, 2 * self.devices - 1 - sender)
         half = jnp.where(is_early, EARLY, LATE)
         shared = self._shared_document(later, earlier, 1)
-        return _Step(half, half, sender * self.chunk_length, self.chunk_length, shared)
+        first_query = (later - earlier) * self.chunk_length
+        return _Step(half, half, sender * self.chunk_length, self.chunk_length, shared, first_query)
 
     def _shared_document(self, later: int | Array, earlier: int | Array, chunks: int) -> SharedDocument | None:
         """Returns the document that a later chunk shares with the earlier `chunks` from number `earlier` on. Chunks
@@ -227,18 +232,22 @@ class Chunks(NamedTuple):
     in the second half."""
     gathered_v_2BLGK: Array
     sinks_H: Array | None
+    bias_HD: Array | None = None
 
     def own_inputs(self, row: RowPart) -> PartInputs:
         """Returns the inputs of the part in which each chunk attends to itself."""
         segments_2BC = row.own_segments()
         segments_NC = None if segments_2BC is None else _as_rows(segments_2BC)
         q_NCHK, k_NCGK, v_NCGK = map(_as_rows, (self.q_2BCHK, self.k_2BCGK, self.v_2BCGK))
-        return PartInputs(q_NCHK, k_NCGK, v_NCGK, segments_NC, sinks_H=self.sinks_H)
+        return PartInputs(q_NCHK, k_NCGK, v_NCGK, segments_NC, sinks_H=self.sinks_H, bias_HD=self.bias_HD)
 
     def step_inputs(self, step: _Step) -> PartInputs:
         """Returns the inputs of a part in which a chunk attends to earlier keys."""
         k_BJGK, v_BJGK = step.keys(self.gathered_k_2BLGK), step.keys(self.gathered_v_2BLGK)
-        return PartInputs(step.queries(self.q_2BCHK), k_BJGK, v_BJGK, shared=step.shared)
+        q_BCHK = step.queries(self.q_2BCHK)
+        return PartInputs(
+            q_BCHK, k_BJGK, v_BJGK, shared=step.shared, bias_HD=self.bias_HD, first_query=step.first_query
+        )
 
 
 def attend_by_parts(kernel: Kernel, causal_options: ScoreOptions, row: RowPart, chunks: Chunks) -> Part:
@@ -268,6 +277,8 @@ class ChunkGradients(NamedTuple):
     """Float32, from the other parts."""
     gathered_v_2BLGK: Array
     sinks_H: Array | None
+    bias_HD: Array | None = None
+    """The sum over all parts."""
 
 
 def differentiate_by_parts(
@@ -280,8 +291,8 @@ def differentiate_by_parts(
     )
     zeros_2BLGK = jnp.zeros(chunks.gathered_k_2BLGK.shape, jnp.float32)
 
-    def add(sums: tuple[Array, Array, Array], step: _Step) -> tuple[Array, Array, Array]:
-        q_2BCHK, k_2BLGK, v_2BLGK = sums
+    def add(sums: tuple[Array, Array, Array, Array | None], step: _Step) -> tuple[Array, Array, Array, Array | None]:
+        q_2BCHK, k_2BLGK, v_2BLGK, bias_HD = sums
         step_total = Part(*map(step.queries, total_2))
         step_gradient = step.queries(gradient_2BCHK)
         new = differentiate_part(kernel, _earlier(causal_options), chunks.step_inputs(step), step_total, step_gradient)
@@ -290,11 +301,12 @@ def differentiate_by_parts(
             jax.lax.dynamic_update_index_in_dim(q_2BCHK, q_sum_BCHK, step.chunk, axis=0),
             step.add_keys(k_2BLGK, new.k_BJGK),
             step.add_keys(v_2BLGK, new.v_BJGK),
+            jax.tree.map(jnp.add, bias_HD, new.bias_HD),
         )
 
-    start = (_as_chunks(diagonal.q_BLHK).astype(jnp.float32), zeros_2BLGK, zeros_2BLGK)
-    q_2BCHK, k_2BLGK, v_2BLGK = _fold_steps(row, add, start)
-    return ChunkGradients(q_2BCHK, diagonal.k_BJGK, diagonal.v_BJGK, k_2BLGK, v_2BLGK, diagonal.sinks_H)
+    start = (_as_chunks(diagonal.q_BLHK).astype(jnp.float32), zeros_2BLGK, zeros_2BLGK, diagonal.bias_HD)
+    q_2BCHK, k_2BLGK, v_2BLGK, bias_HD = _fold_steps(row, add, start)
+    return ChunkGradients(q_2BCHK, diagonal.k_BJGK, diagonal.v_BJGK, k_2BLGK, v_2BLGK, diagonal.sinks_H, bias_HD)
 
 
 def _fold_steps(row: RowPart, add: Callable[[Any, _Step], Any], initial: Any) -> Any:
@@ -310,7 +322,13 @@ def _earlier(causal_options: ScoreOptions) -> ScoreOptions:
 
 
 def _row_and_chunks(
-    settings: _Settings, q_BSHK: Array, k_BSGK: Array, v_BSGK: Array, segments_BL: Array | None, sinks_H: Array | None
+    settings: _Settings,
+    q_BSHK: Array,
+    k_BSGK: Array,
+    v_BSGK: Array,
+    segments_BL: Array | None,
+    sinks_H: Array | None,
+    bias_HD: Array | None,
 ) -> tuple[RowPart, Chunks]:
     """Returns this device's part of its rows, and its chunks with the gathered keys and values."""
     placement = settings.placement
@@ -318,13 +336,13 @@ def _row_and_chunks(
     row = RowPart(placement.num_shards("length"), rank, q_BSHK.shape[1] // 2, segments_BL)
     q_2BCHK, k_2BCGK, v_2BCGK = map(_by_chunk, (q_BSHK, k_BSGK, v_BSGK))
     gathered_k_2BLGK, gathered_v_2BLGK = (gather_chunks(x, placement, 2) for x in (k_2BCGK, v_2BCGK))
-    return row, Chunks(q_2BCHK, k_2BCGK, v_2BCGK, gathered_k_2BLGK, gathered_v_2BLGK, sinks_H)
+    return row, Chunks(q_2BCHK, k_2BCGK, v_2BCGK, gathered_k_2BLGK, gathered_v_2BLGK, sinks_H, bias_HD)
 
 
 def _backward(
     settings: _Settings, saved: tuple[Any, ...], gradient_BSHK: Array
-) -> tuple[Array, Array, Array, None, Array | None]:
-    """Returns the gradients of queries, keys, values and sinks. Segments have none."""
+) -> tuple[Array, Array, Array, None, Array | None, Array | None]:
+    """Returns the gradients of queries, keys, values, sinks and biases. Segments have none."""
     *inputs, total = saved
     row, chunks = _row_and_chunks(settings, *inputs)
     total_2, gradient_2BCHK = Part(*map(_by_chunk, total)), _by_chunk(gradient_BSHK)
@@ -341,19 +359,26 @@ def _backward(
         total_of_keys(gradients.gathered_v_2BLGK, gradients.own_v_NCGK),
         None,
         gradients.sinks_H,
+        gradients.bias_HD,
     )
 
 
 @with_backward(_backward, static=1)
 def _attend(
-    settings: _Settings, q_BSHK: Array, k_BSGK: Array, v_BSGK: Array, segments_BL: Array | None, sinks_H: Array | None
+    settings: _Settings,
+    q_BSHK: Array,
+    k_BSGK: Array,
+    v_BSGK: Array,
+    segments_BL: Array | None,
+    sinks_H: Array | None,
+    bias_HD: Array | None,
 ) -> tuple[Array, tuple[Any, ...]]:
     """Returns attention without a window. The output and the statistics have the checkpoint name `attention`."""
-    row, chunks = _row_and_chunks(settings, q_BSHK, k_BSGK, v_BSGK, segments_BL, sinks_H)
+    row, chunks = _row_and_chunks(settings, q_BSHK, k_BSGK, v_BSGK, segments_BL, sinks_H, bias_HD)
     a_BSHK, log_sum_BSH = map(_by_row, attend_by_parts(settings.kernel, settings.causal_options, row, chunks))
     # The names are for arrays that the backward pass uses as they are.
     total = Part(*(checkpoint_name(array, ATTENTION) for array in (a_BSHK.astype(q_BSHK.dtype), log_sum_BSH)))
-    return total.a_BLHK, (q_BSHK, k_BSGK, v_BSGK, segments_BL, sinks_H, total)
+    return total.a_BLHK, (q_BSHK, k_BSGK, v_BSGK, segments_BL, sinks_H, bias_HD, total)
 
 
 # -- within a window

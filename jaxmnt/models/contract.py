@@ -36,6 +36,7 @@ from jaxmnt.models.huggingface import HuggingFace
 from jaxmnt.models.kernels import Kernel, attend
 from jaxmnt.models.layers import Embedding, Head, RMSNorm
 from jaxmnt.models.rotary import Angles, rotary_angles
+from jaxmnt.parallel.collectives import index_along
 from jaxmnt.parallel.sharding import (
     GATHERED,
     RULES,
@@ -93,6 +94,12 @@ class LayerContext(NamedTuple):
         if self.row_keys_B is None:
             return [None] * count
         return list(jnp.moveaxis(jax.vmap(lambda key: jax.random.split(key, count))(self.row_keys_B), 1, 0))
+
+    def head_numbers(self, heads: int) -> Array:
+        """Returns the numbers, among all `heads` of the model, of the query heads that this device computes, int32 in
+        rising order. `models.attention.KVHeads` says which heads of keys and values these need."""
+        device_heads = heads // self.placement.num_shards("heads")
+        return index_along("heads", self.placement) * device_heads + jnp.arange(device_heads)
 
     def attend(self, q_BLHK: Array, k_BLGK: Array, v_BLGK: Array, **options: Any) -> Array:
         """Returns causal attention within documents; see `kernels.attend`. If the mesh divides rows, only this method

@@ -77,8 +77,8 @@ class GemmaAttention(AlternatingAttention):
         super().__init__(config, output_std, rngs, kind)
         self.soft_cap, self.scale = config.attention_soft_cap, config.attention_scale
 
-    def options(self) -> dict[str, Any]:
-        return super().options() | {"soft_cap": self.soft_cap, "scale": self.scale}
+    def options(self, context: LayerContext) -> dict[str, Any]:
+        return super().options(context) | {"soft_cap": self.soft_cap, "scale": self.scale}
 
 
 class GemmaBlock(Block):

@@ -28,20 +28,24 @@ def attend(
     soft_cap: float | None = None,
     scale: float | None = None,
     sinks_H: Array | None = None,
+    bias_HD: Array | None = None,
 ) -> Array:
     """Returns causal attention [B, L, H, K] in the dtype of q. H must be a multiple of G, and equally large groups of
     query heads share a key/value head.
 
     A query sees only keys of its own segment. `scale` multiplies the scores (default K^-½). `sinks_H` has, for each
-    head, the score of an additional key without a value (gpt-oss). Even if `kernel` is "cudnn", the blockwise kernel
-    handles soft caps and sinks, which cuDNN does not support.
+    head, the score of an additional key without a value (gpt-oss). `bias_HD` has, for each head, a number for each
+    distance from a query back to a key, which is added to the score: 0 for the query's own key, and the last of the D
+    numbers for all keys that are at least D - 1 tokens before the query. So ALiBi (Press et al. 2022,
+    arXiv:2108.12409) has `-slopes_H[:, None] * jnp.arange(length)`, and learned biases are looked up by distance first.
+    Even if `kernel` is "cudnn", the blockwise kernel handles soft caps, sinks and biases.
     """
     options = ScoreOptions(q_BLHK.shape[-1] ** -0.5 if scale is None else scale, window, soft_cap)
-    if kernel == "cudnn" and soft_cap is None and sinks_H is None:
+    if kernel == "cudnn" and soft_cap is None and sinks_H is None and bias_HD is None:
         if segments_BL is None:
             return attend_whole_rows(options, q_BLHK, k_BLGK, v_BLGK)
         return attend_packed(options, q_BLHK, k_BLGK, v_BLGK, segments_BL)
-    return attend_blockwise(options, Inputs(q_BLHK, k_BLGK, v_BLGK, segments_BL, segments_BL, sinks_H))
+    return attend_blockwise(options, Inputs(q_BLHK, k_BLGK, v_BLGK, segments_BL, segments_BL, sinks_H, bias_HD))
 
 
 def choose_kernel(
