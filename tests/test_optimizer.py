@@ -10,7 +10,8 @@ import optax
 import pytest
 import test_experts
 import test_parallel
-from conftest import check_same_checkpoints, mostly_slow
+from conftest import ROOT, check_same_checkpoints, mostly_slow
+from safetensors.numpy import load_file
 
 from jaxmnt.checkpoint.commit import Committed
 from jaxmnt.checkpoint.names import arrays_by_name
@@ -165,6 +166,29 @@ def test_muon_takes_each_expert_as_a_matrix(mesh):
     devices = int(np.prod(list(mesh.values())))
     checked = check_muon(build_spec(chosen, 64, jax.devices()[:devices]))
     assert "layers.experts.down" in checked and "layers.experts.gate" in checked
+
+
+@pytest.mark.parametrize("scale", ["rms", "spectral"])
+def test_muon_is_that_of_torch(scale):
+    """Three steps with decay (tests/reference/muon.py)."""
+    arrays = load_file(ROOT / "tests" / "reference" / "muon.safetensors")
+    shapes = sorted({name.partition(".")[0] for name in arrays})
+    tree = lambda part: {"layers": {shape: arrays[f"{shape}.{part}"][None] for shape in shapes}}
+    chosen = test_parallel.config(
+        optimizer=MUON | {"learning_rate": 0.02, "weight_decay": 0.1, "muon": {"scale": scale}}
+    )
+    placement = build_spec(chosen, VOCAB, jax.devices()[:1]).placement
+    axes = {"layers": dict.fromkeys(shapes, ("layers", "embed", "mlp"))}
+    params = tree("start")
+    built, _ = optimizer.build_optimizer(chosen, axes, params, ["layers"], placement, np.dtype("float32"))
+    with jax.default_matmul_precision("highest"):
+        state = built.init(params)
+        for step in range(3):
+            gradients = {"layers": {shape: arrays[f"{shape}.gradients"][step][None] for shape in shapes}}
+            updates, state = jax.jit(built.update)(gradients, state, params)
+            params = optax.apply_updates(params, updates)
+    for shape, expected in tree(scale)["layers"].items():
+        np.testing.assert_allclose(params["layers"][shape], expected, atol=2e-6, err_msg=shape)
 
 
 def one_step(**optimizer):

@@ -18,6 +18,8 @@ logits_4096     float32 [64, vocabulary], at `places_4096` of all
 
 presets.json (tests/reference/presets.py) has the config.json of each preset; its parameters are counted here.
 
+muon.safetensors has what three steps of torch.optim.Muon make of a matrix (tests/reference/muon.py).
+
 NAME/lora has adapters that PEFT has trained beside some of the models (tests/reference/lora.py).
 
 Weights are far from those of an initialisation: what is wrong with positions, windows or biases has to show.
@@ -29,6 +31,7 @@ import sys
 from pathlib import Path
 
 import lora
+import muon
 import peft
 import safetensors
 import torch
@@ -300,6 +303,7 @@ def main():
         if name in lora.SETTINGS:
             lora.make(name, folder, seed)
         print(name)
+    muon.make(folder)
     presets = json.loads((HERE / "presets.json").read_text()) if (HERE / "presets.json").exists() else {}
     counted = {name: {**one, "parameters": count(one["config"])} for name, one in presets.items()}
     if counted:
