@@ -98,6 +98,9 @@ def _show(options: argparse.Namespace) -> int:
     )
     print(f"tokens  {manifest.tokens}, held-out loss {loss}")
     print(f"config  {manifest.config_digest[:16]}, data {data}")
+    if manifest.base is not None:
+        arrays = counted(len(manifest.base.arrays), "frozen array", "frozen arrays")
+        print(printable(f"base    {manifest.base.source}, of which digests of {arrays} are recorded"))
     for parent in manifest.lineage:
         row = f", row {parent['row']} of the data" if "row" in parent else ""
         print(printable(f"from    step {parent['step']} of run {parent['run']} ({parent['path']}){row}"))

@@ -16,10 +16,10 @@ from jaxmnt.checkpoint.manifest import Array as Entry
 from jaxmnt.checkpoint.manifest import Base, DamagedError
 from jaxmnt.checkpoint.names import arrays_by_name, nested_arrays, unflatten_like
 from jaxmnt.checkpoint.refs import find
-from jaxmnt.checkpoint.restore import content_digests, restore
+from jaxmnt.checkpoint.restore import content_digests, raise_together, restore
 from jaxmnt.config.load import HUGGING_FACE_PREFIX
 from jaxmnt.distributed.identity import Identity
-from jaxmnt.errors import ConfigError, listed
+from jaxmnt.errors import ConfigError, UserError, listed
 from jaxmnt.huggingface.load import load_parameters
 from jaxmnt.models.contract import Definition, Params
 
@@ -92,14 +92,17 @@ def _read(
 ) -> tuple[str, dict[str, Array], int]:
     """Returns the source with the checkpoint that it names now, the arrays by name, and the number of bytes that this
     process has read."""
-    if source.startswith(HUGGING_FACE_PREFIX):
-        path = Path(source.removeprefix(HUGGING_FACE_PREFIX))
-        if not path.is_dir():
-            raise missing_source(source, key)
-        loaded = load_parameters(path, definition.base, nested_arrays(targets)["params"], identity)
-        return source_of(None, path), arrays_by_name({"params": loaded.params}), loaded.bytes
-    checkpoint = find(source, key)
-    check_without_adapters(checkpoint, key)
+    opened, trouble = None, None
+    try:
+        opened = _open(source, key)
+    except UserError as error:
+        trouble = error
+    raise_together(f"open the base {source}", trouble, identity)
+    if isinstance(opened, Path):
+        loaded = load_parameters(opened, definition.base, nested_arrays(targets)["params"], identity)
+        return source_of(None, opened), arrays_by_name({"params": loaded.params}), loaded.bytes
+    checkpoint = opened
+    assert checkpoint is not None
     stored = checkpoint.manifest.arrays
     dtype_of = lambda name, target: stored[name].dtype if name in stored else target.dtype
     as_stored = {
@@ -115,6 +118,18 @@ def _read(
         if arrays[name].dtype != target.dtype:
             arrays[name] = _cast(arrays[name], target.dtype)
     return source_of(checkpoint, None), arrays, restored.bytes
+
+
+def _open(source: str, key: str) -> Path | Committed:
+    """Returns the folder of Hugging Face, or the checkpoint, that the source names."""
+    if source.startswith(HUGGING_FACE_PREFIX):
+        path = Path(source.removeprefix(HUGGING_FACE_PREFIX))
+        if not path.is_dir():
+            raise missing_source(source, key)
+        return path
+    checkpoint = find(source, key)
+    check_without_adapters(checkpoint, key)
+    return checkpoint
 
 
 def check_without_adapters(checkpoint: Committed, key: str) -> None:

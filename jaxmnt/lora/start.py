@@ -3,12 +3,13 @@
 import jax
 import numpy as np
 
+from jaxmnt.checkpoint.commit import Committed
 from jaxmnt.checkpoint.manifest import Base
 from jaxmnt.checkpoint.names import arrays_by_name, unflatten_like
 from jaxmnt.checkpoint.refs import find
-from jaxmnt.checkpoint.restore import restore
+from jaxmnt.checkpoint.restore import raise_together, restore
 from jaxmnt.distributed.identity import Identity
-from jaxmnt.errors import ConfigError
+from jaxmnt.errors import ConfigError, UserError
 from jaxmnt.lora.peft_format import arrays_from, folder_of, read_folder, settings_of
 from jaxmnt.models.contract import Params
 from jaxmnt.training.spec import StepSpec
@@ -24,18 +25,18 @@ def load_adapters(init_from: str, spec: StepSpec, params: Params, base: Base, id
     Raises `ConfigError` if the adapters have other settings, or were trained beside another base.
     """
     trained = select_trained(params, spec.trained_axes)
-    folder = folder_of(init_from)
-    if folder is not None:
-        new = _from_peft(init_from, spec, trained)
+    opened, trouble = None, None
+    try:
+        is_folder = folder_of(init_from) is not None
+        opened = _arrays_of_peft(init_from, spec, trained) if is_folder else _open_run(init_from, spec, base)
+    except UserError as error:
+        trouble = error
+    raise_together(f"open the adapters {init_from}", trouble, identity)
+    assert opened is not None
+    if isinstance(opened, dict):
+        [new] = unflatten_like({"params": trained}, opened).values()
     else:
-        checkpoint = find(init_from, KEY)
-        theirs, ours = checkpoint.config.lora, spec.config.lora
-        assert ours is not None
-        if theirs is None or checkpoint.manifest.base is None:
-            raise ConfigError(f"{KEY}: {checkpoint.path} has no adapters; name a run with lora")
-        for setting in ("rank", "alpha", "scaling", "targets", "also_train"):
-            _check_equal(setting, getattr(theirs, setting), getattr(ours, setting), init_from)
-        _check_same_base(checkpoint.manifest.base, base, init_from)
+        checkpoint = opened
         abstract = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), trained
         )
@@ -45,8 +46,21 @@ def load_adapters(init_from: str, spec: StepSpec, params: Params, base: Base, id
     return fill_in(new, frozen)
 
 
-def _from_peft(init_from: str, spec: StepSpec, trained: Params) -> Params:
-    """Returns the parameters that train from a folder of PEFT."""
+def _open_run(init_from: str, spec: StepSpec, base: Base) -> Committed:
+    """Returns the checkpoint of a run with the same adapters beside the same base."""
+    checkpoint = find(init_from, KEY)
+    theirs, ours = checkpoint.config.lora, spec.config.lora
+    assert ours is not None
+    if theirs is None or checkpoint.manifest.base is None:
+        raise ConfigError(f"{KEY}: {checkpoint.path} has no adapters; name a run with lora")
+    for setting in ("rank", "alpha", "scaling", "targets", "also_train"):
+        _check_equal(setting, getattr(theirs, setting), getattr(ours, setting), init_from)
+    _check_same_base(checkpoint.manifest.base, base, init_from)
+    return checkpoint
+
+
+def _arrays_of_peft(init_from: str, spec: StepSpec, trained: Params) -> dict[str, jax.Array]:
+    """Returns the parameters that train, by name, from a folder of PEFT."""
     folder = folder_of(init_from)
     assert folder is not None and spec.config.lora is not None
     definition, ours = spec.definition, spec.config.lora
@@ -72,8 +86,7 @@ def _from_peft(init_from: str, spec: StepSpec, trained: Params) -> Params:
         array = arrays[name].astype(like.dtype)
         return jax.make_array_from_callback(like.shape, like.sharding, lambda index: np.asarray(array[index]))
 
-    [new] = unflatten_like({"params": trained}, {name: place(name, like) for name, like in targets.items()}).values()
-    return new
+    return {name: place(name, like) for name, like in targets.items()}
 
 
 def _check_equal(setting: str, theirs: object, ours: object, init_from: str) -> None:
