@@ -169,7 +169,9 @@ def load_run(
     if needed > len(available):
         raise ConfigError(f"mesh: it needs {needed} devices, but there are {len(available)}; make it smaller")
     used = available if -1 in sizes.sizes().values() else available[:needed]
-    spec, state = restore_model(checkpoint, config, tokenizer.vocab_size, sizes, used, AdapterOptions(base, adapters))
+    spec, state = restore_model(
+        checkpoint, config, tokenizer.vocab_size, sizes, used, AdapterOptions(base, adapters, "base")
+    )
     folder = next(iter(start_folders(text, checkpoint, config)), Path.cwd())
     branches = branch_points(checkpoint.manifest.lineage)
     return Run(config, checkpoint.step, state, spec, tokenizer, folder, branches)

@@ -141,7 +141,7 @@ def path_argument(text: str) -> str:
     """Returns the path of an option, with `~` expanded, because bash does not expand it in `--output=~/a`."""
     from jaxmnt.config.load import expand_home
 
-    if not text.startswith("~"):
+    if not text.startswith(("~", "hf:~")):
         return text
     try:
         return expand_home(text)

@@ -11,7 +11,7 @@ import os
 import sys
 from pathlib import Path
 
-from jaxmnt.commands import LOCAL_EXIT_CODES, Parser, run_command
+from jaxmnt.commands import LOCAL_EXIT_CODES, Parser, path_argument, run_command
 from jaxmnt.errors import ConfigError, ExitCode, counted
 from jaxmnt.output import progress
 from jaxmnt.telemetry.progress import Work, working
@@ -87,7 +87,7 @@ def _to_hf(options: argparse.Namespace, work: Work) -> int:
         print(f"note    {rows} rows of the vocabulary are left out, because no id of the run's tokenizer has them")
     is_complete = write_export(export, options.output, process, processes, progress)
     progress("")
-    if isinstance(arrays, MergedArrays) and arrays.lost_share:
+    if isinstance(arrays, MergedArrays) and arrays.lost_share and export.dtype.itemsize < 4:
         print(
             f"note    {arrays.lost_share:.1%} of the weights that the adapters change are as before, because the "
             f"change is lost in rounding to {export.dtype.name}; --dtype float32 keeps it"
@@ -137,7 +137,7 @@ def _to_peft(options: argparse.Namespace, work: Work) -> int:
             "base_model_name_or_path"
         )
     if written.whole:
-        print(f"note    {', '.join(written.whole)} are in modules_to_save, which not every server of adapters reads")
+        print(f"note    in modules_to_save, which not every server of adapters reads: {', '.join(written.whole)}")
     return ExitCode.FINISHED
 
 
@@ -188,7 +188,10 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         "--dtype", choices=_DTYPES, help="default: that of the model that the run came from, else float32"
     )
     to_hf.add_argument(
-        "--base", metavar="hf:FOLDER|RUN", help="where the base of a run with adapters is now (where the run read it)"
+        "--base",
+        type=path_argument,
+        metavar="hf:FOLDER|RUN",
+        help="where the base of a run with adapters is now (where the run read it)",
     )
     to_hf.add_argument("--file-gb", type=float, default=5.0, metavar="GB", help="gigabytes per file (5)")
     to_hf.add_argument("--processes", type=int, metavar="N", help="write in N processes, on one host or several")
@@ -197,7 +200,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     from_peft.add_argument("folder", type=Path, metavar="FOLDER", help="folder with adapter_config.json")
     from_peft.add_argument("output", type=Path, metavar="RUN", help="a new run directory")
     from_peft.add_argument(
-        "--base", type=Path, metavar="FOLDER", help="folder of the base (default: base_model_name_or_path)"
+        "--base", type=path_argument, metavar="FOLDER", help="folder of the base (default: base_model_name_or_path)"
     )
     to_peft = add("to-peft", "write the adapters of a checkpoint as a folder for PEFT")
     to_peft.add_argument("checkpoint", metavar="RUN[@STEP]", help="run directory, or location of its checkpoints")

@@ -95,6 +95,8 @@ class AdapterOptions(NamedTuple):
     """The place of the base, if it has moved."""
     enabled: bool = True
     """False to load the base alone."""
+    key: str = "--base"
+    """The option that names the base, for messages."""
 
 
 WITH_ADAPTERS = AdapterOptions()
@@ -121,15 +123,15 @@ def restore_model(
     from jaxmnt.training.build import inference_spec
     from jaxmnt.training.state import abstract_state, canonical_abstract, model_state
 
-    if checkpoint.manifest.base is None and adapters != WITH_ADAPTERS:
-        option = "--base" if adapters.base is not None else "--without-adapters"
+    if checkpoint.manifest.base is None and (adapters.base is not None or not adapters.enabled):
+        option = adapters.key if adapters.base is not None else "--without-adapters"
         raise ConfigError(f"{option}: {checkpoint.path} has no adapters; leave it out")
     if not adapters.enabled:
         config = config.model_copy(update={"lora": None})
     spec = inference_spec(config, vocab_size, mesh, devices)
     try:
         if checkpoint.manifest.base is not None:
-            return spec, restore_with_base(checkpoint, spec, adapters.base)
+            return spec, restore_with_base(checkpoint, spec, adapters.base, adapters.key)
         target = model_state(canonical_abstract(spec, abstract_state(spec)))
         return spec, restore(checkpoint, target, Identity()).state
     except DamagedError as damage:

@@ -84,6 +84,25 @@ def test_it_resumes_on_another_mesh_and_as_a_branch(adapted, base, prepared, tmp
     assert find(str(branch), "run").manifest.base == find(str(adapted), "run").manifest.base
 
 
+def test_a_branch_whose_base_has_moved_goes_on_twice(adapted, base, prepared, tmp_path):
+    shutil.copytree(base / "hf", tmp_path / "hf")
+    branch = (f"run.fork_from={adapted}@3", *LORA, "checkpoint.every_steps=1")
+    moved = f"run.init_from=hf:{tmp_path}/hf"
+    run = tmp_path / "run"
+    for steps, settings in ((4, branch), (5, (*branch, moved)), (6, branch)):
+        train(config(prepared, run, *settings, f"train.stop_after={steps}"), devices=jax.devices()[:1])
+        assert find(str(run), "run").step == steps
+    assert find(str(run), "run").manifest.base.source == f"hf:{tmp_path}/hf"
+    fewer = config(prepared, tmp_path / "fewer", *branch, "lora.targets=[layers.attention.query]")
+    with pytest.raises(
+        ConfigError, match=r"run\.fork_from: .* has other lora\.targets; set \[layers\.attention\.key, "
+    ):
+        train(fewer, devices=jax.devices()[:1])
+    without = config(prepared, tmp_path / "without", f"run.fork_from={adapted}@3", *LORA[1:])
+    with pytest.raises(ConfigError, match=r"run\.fork_from: .* has adapters; give the branch the section lora"):
+        train(without, devices=jax.devices()[:1])
+
+
 @pytest.mark.slow
 def test_it_moves_over_meshes_and_numbers_of_processes(tiny_file, base, tmp_path):
     """Each start of two, one and four processes reads the base again, and proves it. A base that is not there ends all
@@ -200,9 +219,19 @@ def test_adapters_go_on_in_another_run(adapted, base, prepared, tmp_path):
     averaged, last = load_run(tmp_path / "average"), load_run(tmp_path / "0")
     tokens = np.arange(12, dtype=np.int32)[None]
     assert 0 < np.abs(averaged(tokens) - last(tokens)).max() < 0.5
+    rules = ("optimizer.rules=[{pattern: '*_lora_b', learning_rate_factor: 16}]",)
+    plus = tmp_path / "plus"
+    train(config(prepared, plus, f"run.init_from={base}/run", *LORA, *rules), devices=jax.devices()[:1])
+    np.testing.assert_array_equal(load_run(plus, adapters=False)(tokens), load_run(base / "run")(tokens))
+    with pytest.raises(ConfigError, match=r"lora\.init_from: .* began with .*; leave it out to continue"):
+        train(config(prepared, plus, *LORA, "train.steps=9", f"lora.init_from={adapted}"), devices=jax.devices()[:1])
+    train(config(prepared, tmp_path / "b", "train.steps=5", "seed=1"), devices=jax.devices()[:1])
+    beside = config(prepared, tmp_path / "run", f"run.init_from={tmp_path}/b", *LORA, f"lora.init_from={adapted}")
+    with pytest.raises(ConfigError, match=r"is not what the run .*adapted was trained on"):
+        train(beside, devices=jax.devices()[:1])
     other = config(prepared, tmp_path / "run", f"run.init_from={base}/run", *LORA, "lora.alpha=16.0",
                    f"lora.init_from={adapted}")  # fmt: skip
-    with pytest.raises(ConfigError, match=r"lora\.alpha: the adapters of .* have 8\.0, not 16\.0; set that"):
+    with pytest.raises(ConfigError, match=r"lora\.init_from: .* has lora\.alpha=8\.0, not 16\.0; set"):
         train(other, devices=jax.devices()[:1])
 
 

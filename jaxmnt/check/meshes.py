@@ -75,5 +75,7 @@ def _small_config(config: Config, devices: int) -> dict[str, Any]:
             "z_loss": train.z_loss,
             "steps": 10,
         },
-        "optimizer": config.optimizer.model_dump() | {"warmup_steps": 0, "offload": False, "average": None},
+        "optimizer": config.optimizer.model_dump()
+        | {"warmup_steps": 0, "offload": False, "average": None}
+        | ({} if config.lora is None else {"rules": []}),  # rules of adapters, which are left out
     }

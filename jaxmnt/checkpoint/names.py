@@ -37,6 +37,16 @@ def nested_arrays(arrays: dict[str, Any]) -> Tree:
     return tree
 
 
+def stored_name(parameter: str) -> str:
+    """Returns the name in a checkpoint of a parameter, such as params/norm/scale for norm.scale."""
+    return f"params/{parameter.replace('.', '/')}"
+
+
+def parameter_of(stored: str) -> str:
+    """Returns the parameter whose name in a checkpoint is given."""
+    return stored.removeprefix("params/").replace("/", ".")
+
+
 def _name(path: tuple[Any, ...]) -> str:
     return "/".join(map(_key_text, path))
 

@@ -140,6 +140,8 @@ def _diff(options: argparse.Namespace) -> int:
             comparable_names.append(name)
         else:
             print(f"kind    {name}: {array_1.dtype}{list(array_1.shape)} → {array_2.dtype}{list(array_2.shape)}")
+    if first.base != second.base:
+        print("base    the frozen parameters or their sources are different")
     different_names = [name for name in comparable_names if arrays_1[name].content != arrays_2[name].content]
     equal_count = len(comparable_names) - len(different_names)
     print(f"content {equal_count} arrays are the same bit for bit, {len(different_names)} are not")

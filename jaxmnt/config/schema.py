@@ -399,7 +399,8 @@ class Config(Section):
             )
         if self.checkpoint.dir and (trouble := path_problem(self.checkpoint.dir)):
             raise ValueError(f"checkpoint.dir: {self.checkpoint.dir} {trouble}")
-        if self.run.init_from and self.run.fork_from:
+        # The branch of a run with adapters may say where its base is now.
+        if self.run.init_from and self.run.fork_from and self.lora is None:
             raise ValueError("run.init_from: run.fork_from is also set; remove one of them")
         if self.run.init_from_changes and not (self.run.init_from or self.run.fork_from):
             raise ValueError("run.init_from_changes: neither run.init_from nor run.fork_from is set; remove it")

@@ -68,7 +68,8 @@ def shrink_config(config: Config, devices: int, steps: int, compile_cache: Path 
     small_config["mesh"] = mesh.model_dump()
     small_config["pipeline"]["layers"] = None
     small_config["run"] |= {"init_from": None, "fork_from": None, "init_from_changes": [], "max_minutes": None}
-    small_config["lora"] = None  # the small model begins from nothing, so it has no base
+    if config.lora is not None:  # the small model begins from nothing, so it has no base
+        small_config["lora"], small_config["optimizer"]["rules"] = None, []
     small_config["run"]["compile_cache"] = config.run.compile_cache or (
         None if compile_cache is None else str(compile_cache)
     )

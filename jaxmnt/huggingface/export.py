@@ -68,12 +68,15 @@ class ArraySource(Protocol):
     def content(self, name: str) -> str:
         """Returns the digest of the array as it is stored."""
 
+    def damage(self, name: str) -> UserError:
+        """Returns the error for an array with another digest."""
+
 
 class CheckpointArrays:
     """The arrays of a checkpoint, which an export writes as they are."""
 
     def __init__(self, checkpoint: Committed):
-        self._arrays = checkpoint.manifest.arrays
+        self._arrays, self._path = checkpoint.manifest.arrays, checkpoint.path
         self._reader = Reader(checkpoint, [name for name in self._arrays if name.startswith("params/")])
 
     def shape(self, name: str) -> Shape:
@@ -90,6 +93,9 @@ class CheckpointArrays:
 
     def content(self, name: str) -> str:
         return self._arrays[name].content
+
+    def damage(self, name: str) -> UserError:
+        return DamagedError(f"checkpoint {self._path}: array {name} is not what was saved")
 
 
 @dataclass(frozen=True)
@@ -262,7 +268,7 @@ def _publish(export: Export, temporary: Path, folder: Path) -> bool:
     expected = export.arrays.content
     if damaged := sorted(name for name in totals if digest.to_text(totals[name]) != expected(name)):
         shutil.rmtree(temporary, ignore_errors=True)
-        raise DamagedError(f"checkpoint {export.checkpoint.path}: array {damaged[0]} is not what was saved")
+        raise export.arrays.damage(damaged[0])
     with contextlib.suppress(FileNotFoundError):  # another process may be publishing as well
         for name, content in sorted(export.companions.items()):
             (temporary / name).write_bytes(content)

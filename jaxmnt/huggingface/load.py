@@ -43,7 +43,9 @@ class LoadedParameters:
     seconds: float
 
 
-def load_parameters(path: Path, definition: Definition, abstract: Params, identity: Identity) -> LoadedParameters:
+def load_parameters(
+    path: Path, definition: Definition, abstract: Params, identity: Identity, *, key: str = "run.init_from"
+) -> LoadedParameters:
     """Returns the parameters of `abstract`, with its shardings and dtypes, from the files of the folder `path`.
 
     If the files belong to another model or cannot be read, all processes raise `UserError`. Host memory holds at most
@@ -54,7 +56,7 @@ def load_parameters(path: Path, definition: Definition, abstract: Params, identi
     targets = arrays_by_name(abstract)
     reader = None
     try:
-        folder = Folder(path, "run.init_from")
+        folder = Folder(path, key)
         parts, stored = folder.match_tensors(definition)
         reader, failure = _Reader(folder, stored), None
     except UserError as error:
@@ -64,7 +66,7 @@ def load_parameters(path: Path, definition: Definition, abstract: Params, identi
     own_fingerprint = folder.fingerprint()
     if broadcast(f"files of {path.name}", own_fingerprint, identity) != own_fingerprint:
         failure = ConfigError(
-            f"run.init_from: the files in {path} differ between process {identity.process_id} and process 0; give all "
+            f"{key}: the files in {path} differ between process {identity.process_id} and process 0; give all "
             "hosts the same files, or put them on a shared file system"
         )
     raise_together(f"compare {path.name}", failure, identity)

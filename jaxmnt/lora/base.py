@@ -4,6 +4,7 @@ Checkpoints of such a run contain what trains, and of the base only digests. Eac
 folder of Hugging Face or from another run, and compares its digests with the recorded ones.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,14 +15,16 @@ from jax import Array
 from jaxmnt.checkpoint.commit import Committed
 from jaxmnt.checkpoint.manifest import Array as Entry
 from jaxmnt.checkpoint.manifest import Base, DamagedError
-from jaxmnt.checkpoint.names import arrays_by_name, nested_arrays, unflatten_like
+from jaxmnt.checkpoint.names import arrays_by_name, nested_arrays, parameter_of, unflatten_like
 from jaxmnt.checkpoint.refs import find
 from jaxmnt.checkpoint.restore import content_digests, raise_together, restore
 from jaxmnt.config.load import HUGGING_FACE_PREFIX
+from jaxmnt.distributed.coordination import broadcast
 from jaxmnt.distributed.identity import Identity
 from jaxmnt.errors import ConfigError, UserError, listed
 from jaxmnt.huggingface.load import load_parameters
 from jaxmnt.models.contract import Definition, Params
+from jaxmnt.storage import StoragePath, storage_path
 
 SOURCE_KEY = "run.init_from"
 
@@ -46,6 +49,21 @@ def source_of(checkpoint: Committed | None, folder: Path | None) -> str:
     return str(checkpoint.path.absolute())
 
 
+def usable_source(recorded: Base, configured: str | None) -> str:
+    """Returns the recorded source of a base, or if that is gone, the one that the config names, if it is there."""
+    is_there = lambda source: source_path(source).is_dir()
+    if configured is not None and not is_there(recorded.source) and is_there(configured):
+        return configured
+    return recorded.source
+
+
+def source_path(source: str) -> StoragePath:
+    """Returns the directory that a source names. It need not exist."""
+    if source.startswith(HUGGING_FACE_PREFIX):
+        return Path(source.removeprefix(HUGGING_FACE_PREFIX))
+    return storage_path(source)
+
+
 def load_base(
     source: str,
     definition: Definition,
@@ -55,13 +73,17 @@ def load_base(
     key: str = SOURCE_KEY,
     recorded: Base | None = None,
     frozen_names: set[str] | None = None,
+    owner: str = "this run",
+    spread: bool = False,
 ) -> LoadedBase:
     """Returns the parameters in `abstract`, which has None in place of those that are not requested, from `source`.
 
     `definition` is that of the model, and `frozen_names` has the names of the parameters that belong to the base, such
     as params/norm/scale (default: all). They are compared with `recorded`, if it is given. It determines the dtype in
     which the base is read, before it is cast to that of `abstract`. `key` names the setting or the option that gave the
-    source. Raises `ConfigError` in all processes if the source is not there, or is not what the run was trained on.
+    source, and `owner` what was trained on the base. With `spread`, each replica reads a share of a run's checkpoint
+    and gets the rest from the others. Raises `ConfigError` in all processes if the source is not there, or is not what
+    the run was trained on.
     """
     targets = arrays_by_name({"params": abstract})
     proved_names = targets.keys() if frozen_names is None else targets.keys() & frozen_names
@@ -72,23 +94,27 @@ def load_base(
         name: jax.ShapeDtypeStruct(leaf.shape, as_recorded(name, leaf), sharding=leaf.sharding)
         for name, leaf in targets.items()
     }
-    pinned_source, arrays, bytes_read = _read(source, definition, read_like, identity, key)
+    pinned_source, arrays, bytes_read = _read(source, definition, read_like, identity, key, spread=spread)
     frozen = {name: arrays[name] for name in sorted(proved_names)}
     contents = content_digests(f"digests of the base in {source}", frozen, identity)
     entries = {
         name: Entry(tuple(array.shape), str(array.dtype), contents[name]) for name, array in sorted(frozen.items())
     }
     if recorded is not None:
-        _compare(recorded, entries, source, key)
-    for name, target in targets.items():
-        if arrays[name].dtype != target.dtype:
-            arrays[name] = _cast(arrays[name], target.dtype)
+        _compare(recorded, entries, source, key, owner)
+    _cast_all(arrays, targets)
     [params] = unflatten_like({"params": abstract}, arrays).values()
     return LoadedBase(params, Base(pinned_source, entries if recorded is None else recorded.arrays), bytes_read)
 
 
 def _read(
-    source: str, definition: Definition, targets: dict[str, jax.ShapeDtypeStruct], identity: Identity, key: str
+    source: str,
+    definition: Definition,
+    targets: dict[str, jax.ShapeDtypeStruct],
+    identity: Identity,
+    key: str,
+    *,
+    spread: bool,
 ) -> tuple[str, dict[str, Array], int]:
     """Returns the source with the checkpoint that it names now, the arrays by name, and the number of bytes that this
     process has read."""
@@ -98,11 +124,12 @@ def _read(
     except UserError as error:
         trouble = error
     raise_together(f"open the base {source}", trouble, identity)
+    assert opened is not None
     if isinstance(opened, Path):
-        loaded = load_parameters(opened, definition.base, nested_arrays(targets)["params"], identity)
+        loaded = load_parameters(opened, definition.base, nested_arrays(targets)["params"], identity, key=key)
         return source_of(None, opened), arrays_by_name({"params": loaded.params}), loaded.bytes
-    checkpoint = opened
-    assert checkpoint is not None
+    # All processes read the checkpoint that process 0 has chosen.
+    checkpoint = find(broadcast(f"checkpoint of {source}", str(opened.path), identity), key)
     stored = checkpoint.manifest.arrays
     dtype_of = lambda name, target: stored[name].dtype if name in stored else target.dtype
     as_stored = {
@@ -110,13 +137,11 @@ def _read(
         for name, target in targets.items()
     }
     try:
-        restored = restore(checkpoint, nested_arrays(as_stored), identity)
+        restored = restore(checkpoint, nested_arrays(as_stored), identity, spread=spread)
     except DamagedError as damage:
         raise ConfigError(f"{key}: checkpoint {checkpoint.path} is damaged: {damage}; name another copy") from damage
     arrays = arrays_by_name(restored.state)
-    for name, target in targets.items():
-        if arrays[name].dtype != target.dtype:
-            arrays[name] = _cast(arrays[name], target.dtype)
+    _cast_all(arrays, targets)
     return source_of(checkpoint, None), arrays, restored.bytes
 
 
@@ -127,6 +152,8 @@ def _open(source: str, key: str) -> Path | Committed:
         if not path.is_dir():
             raise missing_source(source, key)
         return path
+    if not source_path(source.rpartition("@")[0] or source).is_dir():
+        raise missing_source(source, key)
     checkpoint = find(source, key)
     check_without_adapters(checkpoint, key)
     return checkpoint
@@ -146,6 +173,13 @@ def missing_source(source: str, key: str) -> ConfigError:
     return ConfigError(f"{key}: the base {source} is not there; name the place to which it has moved")
 
 
+def _cast_all(arrays: dict[str, Array], targets: Mapping[str, Any]) -> None:
+    """Replaces the arrays that have another dtype than their targets."""
+    for name, target in targets.items():
+        if arrays[name].dtype != target.dtype:
+            arrays[name] = _cast(arrays[name], target.dtype)
+
+
 def _cast(array: Array, dtype: Any) -> Array:
     """Returns the array in another dtype, and frees it."""
     cast = jax.jit(lambda array: array.astype(dtype), out_shardings=array.sharding)(array)
@@ -154,12 +188,17 @@ def _cast(array: Array, dtype: Any) -> Array:
     return cast
 
 
-def _compare(recorded: Base, entries: dict[str, Entry], source: str, key: str) -> None:
+def _compare(recorded: Base, entries: dict[str, Entry], source: str, key: str, owner: str) -> None:
     """Raises `ConfigError` if an array of the base is not the recorded one."""
     differing = [name for name, entry in sorted(entries.items()) if recorded.arrays.get(name) != entry]
     if differing:
-        names = [name.removeprefix("params/").replace("/", ".") for name in differing]
-        raise ConfigError(
-            f"{key}: {listed(names, 1)} of {source} is not what this run was trained on (its digest differs); name the "
-            "model with which the run began"
-        )
+        raise other_base(differing, source, key, owner)
+
+
+def other_base(differing: Sequence[str], source: str, key: str, owner: str = "this run") -> ConfigError:
+    """Returns the error for a base whose arrays with these names have other digests than the recorded ones."""
+    names = listed([parameter_of(name) for name in differing], 1)
+    return ConfigError(
+        f"{key}: {names} of {source} is not what {owner} was trained on (its digest differs); name the model with "
+        "which it began"
+    )

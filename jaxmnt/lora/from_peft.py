@@ -34,20 +34,24 @@ class MadeRun:
 
 
 def make_adapter_run(
-    folder: Path, out: Path, base: Path | None, report_progress: Callable[[str], None] = lambda name: None
+    folder: Path, out: Path, named_base: str | None, report_progress: Callable[[str], None] = lambda name: None
 ) -> MadeRun:
-    """Writes a new run directory with the adapters in `folder`. `base` is the folder of their base; None: the folder
-    that the adapters name.
+    """Writes a new run directory with the adapters in `folder`. `named_base` is the folder of their base; None: the
+    folder that the adapters name.
 
     `report_progress` is called with the name of each parameter of the base. Raises `ConfigError` if a folder has no
     such model or adapters, or if the directory exists. An error leaves no directory.
     """
     adapters = read_folder(folder, _KEY)
-    base = base or (None if adapters.base is None else Path(adapters.base))
-    if base is None or not base.is_dir():
-        named = "no base" if base is None else f"the base {printable(str(base))}, which is not a folder here"
-        raise ConfigError(f"{_KEY}: {folder} names {named}; give its folder with --base")
-    base = base.absolute()
+    text = named_base or adapters.base
+    if text is None:
+        raise ConfigError(f"{_KEY}: {folder} does not name its base; give its folder with --base")
+    base = Path(text.removeprefix(HUGGING_FACE_PREFIX)).absolute()
+    if not base.is_dir():
+        source = f"{folder} names the base" if named_base is None else "--base is"
+        raise ConfigError(
+            f"{_KEY}: {source} {printable(text)}, which is not a folder here; give its folder with --base"
+        )
     base_folder, source = Folder(base, "--base"), f"{HUGGING_FACE_PREFIX}{base}"
     with new_folder(out):
         config = run_config(base_folder, out, "float32")

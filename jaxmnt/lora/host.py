@@ -9,9 +9,10 @@ import numpy as np
 from jaxmnt.checkpoint import digest
 from jaxmnt.checkpoint.arrays import Reader, Shape
 from jaxmnt.checkpoint.manifest import Array, Base
-from jaxmnt.checkpoint.names import arrays_by_name
+from jaxmnt.checkpoint.names import arrays_by_name, parameter_of
 from jaxmnt.checkpoint.refs import find
 from jaxmnt.config.load import HUGGING_FACE_PREFIX
+from jaxmnt.errors import ConfigError
 from jaxmnt.huggingface.folder import Folder, StoredTensor
 from jaxmnt.huggingface.tensors import Part
 from jaxmnt.lora.base import check_without_adapters, missing_source
@@ -42,8 +43,13 @@ class HostBase:
         else:
             checkpoint = find(source, key)
             check_without_adapters(checkpoint, key)
-            self._files = Reader(checkpoint, sorted(self._shapes))
             arrays = checkpoint.manifest.arrays
+            for name, shape in self._shapes.items():
+                if name not in arrays or arrays[name].shape != shape:
+                    raise ConfigError(
+                        f"{key}: {source} is another model: its {parameter_of(name)} must have the shape {list(shape)}"
+                    )
+            self._files = Reader(checkpoint, sorted(self._shapes))
             self._stored = {name: np.dtype(arrays[name].dtype) for name in self._shapes}
 
     @property

@@ -6,22 +6,23 @@ from jaxmnt.checkpoint.commit import Committed
 from jaxmnt.checkpoint.names import arrays_by_name
 from jaxmnt.checkpoint.restore import restore
 from jaxmnt.distributed.identity import Identity
-from jaxmnt.lora.base import SOURCE_KEY, load_base
+from jaxmnt.lora.base import load_base, usable_source
 from jaxmnt.training.spec import StepSpec
 from jaxmnt.training.state import abstract_state, canonical_abstract, model_state, saved_state
 from jaxmnt.training.trained import fill_in, select_frozen
 
 
-def restore_with_base(checkpoint: Committed, spec: StepSpec, base: str | None) -> dict[str, Any]:
+def restore_with_base(checkpoint: Committed, spec: StepSpec, base: str | None, key: str = "--base") -> dict[str, Any]:
     """Returns the parameters and buffers of a checkpoint of a run with adapters, in the checkpoint layout. `base` is
-    the place of the base if it has moved. If the spec has no adapters, all parameters are those of the base.
+    the place of the base if it has moved, which the option `key` gives. If the spec has no adapters, all parameters are
+    those of the base.
 
     Raises `ConfigError` if the base is not there or is not what the run was trained on, and `DamagedError` for a
     damaged checkpoint.
     """
     recorded = checkpoint.manifest.base
     assert recorded is not None
-    source, key = (recorded.source, SOURCE_KEY) if base is None else (base, "--base")
+    source = base or usable_source(recorded, checkpoint.config.run.init_from)
     target = model_state(canonical_abstract(spec, abstract_state(spec)))
     stored = {name.partition("/")[0] for name in checkpoint.manifest.arrays}
     target = {part: tree for part, tree in target.items() if part == "params" or part in stored}

@@ -8,7 +8,9 @@ import numpy as np
 from jaxmnt.checkpoint.arrays import Reader, Shape
 from jaxmnt.checkpoint.commit import Committed
 from jaxmnt.checkpoint.manifest import DamagedError
-from jaxmnt.lora.base import SOURCE_KEY
+from jaxmnt.checkpoint.names import stored_name
+from jaxmnt.errors import UserError
+from jaxmnt.lora.base import other_base, usable_source
 from jaxmnt.lora.host import HostBase, base_dtypes
 from jaxmnt.models.adapters import triples
 from jaxmnt.models.contract import Definition
@@ -27,14 +29,12 @@ class MergedArrays:
         adapters, recorded = definition.adapters, checkpoint.manifest.base
         assert adapters is not None and recorded is not None
         self._scale, self._recorded = adapters.scale, recorded
+        self._source, self._key = source, key
         self._own = checkpoint.manifest.arrays
         self._own_reader = Reader(checkpoint, [name for name in sorted(self._own) if name.startswith("params/")])
         self._base = HostBase(source, definition.base, base_dtypes(recorded), key)
-        in_checkpoint = lambda name: f"params/{name.replace('.', '/')}"
-        read = lambda name: self._read_whole(in_checkpoint(name))
-        self._adapters = {
-            in_checkpoint(triple.weight): (read(triple.a), read(triple.b)) for triple in triples(adapters)
-        }
+        read = lambda name: self._read_whole(stored_name(name))
+        self._adapters = {stored_name(triple.weight): (read(triple.a), read(triple.b)) for triple in triples(adapters)}
         self._changed = self._lost = 0
 
     @property
@@ -71,6 +71,11 @@ class MergedArrays:
     def content(self, name: str) -> str:
         return self._own[name].content if name in self._own else self._recorded.arrays[name].content
 
+    def damage(self, name: str) -> UserError:
+        if name in self._own:
+            return DamagedError(f"array {name} is not what was saved: its digest differs")
+        return other_base([name], self._source, self._key)
+
     def _read_whole(self, name: str) -> np.ndarray:
         """Returns a whole array of the checkpoint in float32, after comparing it with its digest."""
         if self._own_reader.content_digest(name) != self._own[name].content:
@@ -83,5 +88,6 @@ def merged_arrays(checkpoint: Committed, base: str | None) -> MergedArrays:
     moved."""
     recorded = checkpoint.manifest.base
     assert recorded is not None
-    source, key = (recorded.source, SOURCE_KEY) if base is None else (base, "--base")
-    return MergedArrays(checkpoint, define_model(checkpoint.config.model, checkpoint.config.lora), source, key)
+    config = checkpoint.config
+    source = base or usable_source(recorded, config.run.init_from)
+    return MergedArrays(checkpoint, define_model(config.model, config.lora), source, "--base")

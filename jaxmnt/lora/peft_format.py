@@ -4,15 +4,19 @@ PEFT stores an adapter of a module as lora_A [rank, inputs] and lora_B [outputs,
 beside adapters (`modules_to_save`) under their own names.
 """
 
+import hashlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors.numpy import save_file
 
+from jaxmnt.checkpoint.manifest import first_problem
+from jaxmnt.checkpoint.names import parameter_of, stored_name
 from jaxmnt.config.lora import PEFT_PREFIX, Lora
 from jaxmnt.errors import ConfigError, listed, printable
 from jaxmnt.huggingface.folder import json_bytes, map_tensor, read_header, read_json
@@ -26,13 +30,27 @@ _PREFIX = "base_model.model."
 
 _MEANINGLESS = frozenset(
     {
-        "task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision",
-        "inference_mode", "r", "target_modules", "exclude_modules", "lora_alpha", "lora_dropout", "fan_in_fan_out",
-        "use_rslora", "modules_to_save", "layers_to_transform", "layers_pattern", "megatron_core", "qalora_group_size",
-        "runtime_config", "ensure_weight_tying", "init_lora_weights", "bias",
+        "task_type", "auto_mapping", "peft_version", "revision", "inference_mode", "target_modules", "exclude_modules",
+        "fan_in_fan_out", "modules_to_save", "layers_to_transform", "layers_pattern", "megatron_core",
+        "qalora_group_size", "runtime_config", "ensure_weight_tying",
     }
 )  # fmt: skip
-"""Keys of an adapter_config.json that are read, or that do not change what the adapters compute."""
+"""Keys of an adapter_config.json that do not change what the adapters compute."""
+
+
+class _Settings(BaseModel):
+    """The keys of an adapter_config.json that are read."""
+
+    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
+
+    peft_type: str
+    r: Annotated[int, Field(ge=1)]
+    lora_alpha: Annotated[float, Field(gt=0, le=1e9)]
+    lora_dropout: Annotated[float, Field(ge=0, le=1)] | None = 0.0
+    use_rslora: bool | None = False
+    bias: str | None = "none"
+    init_lora_weights: bool | str | None = True
+    base_model_name_or_path: str | None = None
 
 
 @dataclass(frozen=True)
@@ -67,38 +85,36 @@ def read_folder(path: Path, key: str) -> PeftAdapters:
     """
     if not path.is_dir():
         raise ConfigError(f"{key}: {path} is not a folder; name one with {CONFIG} and {TENSORS}")
-    settings = read_json(path / CONFIG, key)
     where = f"{key}: {path / CONFIG}"
-    if settings.get("peft_type") != "LORA":
+    try:
+        settings = _Settings.model_validate(read_json(path / CONFIG, key))
+    except ValidationError as error:
+        raise ConfigError(f"{where} is not valid: {first_problem(error)}; copy it again") from None
+    if settings.peft_type != "LORA":
+        raise ConfigError(f"{where} has the peft_type {printable(settings.peft_type)}; only LORA is supported")
+    if settings.init_lora_weights not in (True, False, None, "gaussian", "orthogonal", "eva"):
         raise ConfigError(
-            f"{where} has the peft_type {printable(str(settings.get('peft_type')))}; only LORA is supported"
+            f"{where} sets init_lora_weights={printable(str(settings.init_lora_weights))}, which may change the base "
+            "as well; convert the adapters in PEFT (path_initial_model_for_weight_conversion)"
         )
-    initial = settings.get("init_lora_weights", True)
-    if initial not in (True, False, None, "gaussian", "orthogonal"):
-        raise ConfigError(
-            f"{where} sets init_lora_weights={printable(str(initial))}, which changes the base as well; convert the "
-            "adapters in PEFT (path_initial_model_for_weight_conversion)"
-        )
-    if settings.get("bias", "none") != "none":
-        raise ConfigError(
-            f"{where} sets bias={printable(str(settings['bias']))}, but biases cannot train here; set none"
-        )
-    unsupported = sorted(name for name, setting in settings.items() if name not in _MEANINGLESS and setting)
-    if unsupported:
+    if settings.bias not in ("none", None):
+        raise ConfigError(f"{where} sets bias={printable(settings.bias)}, but biases cannot train here; set none")
+    unsupported = sorted(
+        name for name, setting in (settings.model_extra or {}).items() if name not in _MEANINGLESS and setting
+    )
+    if unsupported and unsupported != ["eva_config"]:
         raise ConfigError(
             f"{where} sets {printable(unsupported[0])}, which changes what the adapters compute and is not supported"
         )
-    rank, alpha = settings.get("r"), settings.get("lora_alpha")
-    if type(rank) is not int or rank < 1 or not isinstance(alpha, int | float) or alpha <= 0:
-        raise ConfigError(f"{where} must have r and lora_alpha above 0; copy it again")
     tensors = {}
     for name, entry in sorted(read_header(path / TENSORS, key).items()):
         if not name.startswith(_PREFIX):
             raise ConfigError(f"{key}: {path / TENSORS} has the tensor {printable(name)}, which is not one of PEFT's")
         tensors[name.removeprefix(_PREFIX)] = map_tensor(path / TENSORS, entry, key)
-    scaling: Literal["standard", "rslora"] = "rslora" if settings.get("use_rslora") else "standard"
-    base = settings.get("base_model_name_or_path")
-    return PeftAdapters(path, rank, float(alpha), scaling, base, float(settings.get("lora_dropout") or 0.0), tensors)
+    return PeftAdapters(
+        path, settings.r, settings.lora_alpha, "rslora" if settings.use_rslora else "standard",
+        settings.base_model_name_or_path, settings.lora_dropout or 0.0, tensors,
+    )  # fmt: skip
 
 
 def settings_of(adapters: PeftAdapters, definition: Definition, key: str) -> Lora:
@@ -111,18 +127,26 @@ def settings_of(adapters: PeftAdapters, definition: Definition, key: str) -> Lor
     also_train = sorted(
         name for name, own_parts in parts.items() if {part.name for part in own_parts} <= adapters.whole_tensors
     )
-    used_modules = {module for name in targets for module in module_names[name]}
-    used_tensors = {part.name for name in also_train for part in parts[name]}
-    unknown = sorted(adapters.modules - used_modules) + sorted(adapters.whole_tensors - used_tensors)
     if split := sorted(adapters.modules & {name.removesuffix(".weight") for name in shared}):
         raise ConfigError(
             f"{key}: {adapters.path / TENSORS} has an adapter of {printable(split[0])}, which is several parameters "
             "here; merge the adapters in PEFT, and convert the merged model"
         )
-    if unknown:
+    used = {part.name for name in also_train for part in parts[name]}
+    for name in targets:
+        used |= {f"{module}.lora_{matrix}.weight" for module in module_names[name] for matrix in "AB"}
+    if unused := sorted(adapters.tensors.keys() - used):
+        names = listed([printable(name) for name in unused], 2)
         raise ConfigError(
-            f"{key}: {adapters.path / TENSORS} has {listed([printable(name) for name in unknown], 2)}, which cannot be "
-            "used here: adapters of experts and routers, and of some layers of a stack, are not supported"
+            f"{key}: {adapters.path / TENSORS} has {names}, which cannot be used here: adapters are supported for all "
+            "layers of a matrix that is not an expert or a router, without biases and magnitudes"
+        )
+    if not targets:
+        raise ConfigError(f"{key}: {adapters.path / TENSORS} has no adapters of this model; name another folder")
+    if definition.family.config.tie_embeddings and "embedding.table" in also_train:
+        raise ConfigError(
+            f"{key}: {adapters.path / CONFIG} saves the embedding, which this model ties to its head and PEFT does "
+            "not; merge the adapters in PEFT, and convert the merged model"
         )
     return Lora(
         rank=adapters.rank, alpha=adapters.alpha, scaling=adapters.scaling, targets=targets, also_train=also_train
@@ -152,14 +176,14 @@ def arrays_from(adapters: PeftAdapters, definition: Definition, key: str) -> dic
         modules = [_module(part) for part in own_parts]
         a = [tensor(f"{module}.lora_A.weight", (rank, inputs)).T for module in modules]
         b = [tensor(f"{module}.lora_B.weight", (outputs, rank)).T for module in modules]
-        arrays[_in_checkpoint(triple.a)] = np.stack(a).reshape(a_shape)
-        arrays[_in_checkpoint(triple.b)] = np.stack(b).reshape(b_shape)
+        arrays[stored_name(triple.a)] = np.stack(a).reshape(a_shape)
+        arrays[stored_name(triple.b)] = np.stack(b).reshape(b_shape)
     for name, own_parts in parts.items():
         if {part.name for part in own_parts} <= adapters.whole_tensors:
             layers = [
                 part.to_parameter(tensor(part.name, part.tensor_shape).reshape(part.matrix_shape)) for part in own_parts
             ]
-            arrays[_in_checkpoint(name)] = np.stack(layers).reshape(shapes[name])
+            arrays[stored_name(name)] = np.stack(layers).reshape(shapes[name])
     return arrays
 
 
@@ -183,7 +207,7 @@ def write_folder(
                 f"to-peft: {triple.weight} is a part of {own_parts[0].name}, of which PEFT can only adapt the whole; "
                 "export the merged model with to-hf"
             )
-        a, b = arrays[_in_checkpoint(triple.a)], arrays[_in_checkpoint(triple.b)]
+        a, b = arrays[stored_name(triple.a)], arrays[stored_name(triple.b)]
         for layer, part in enumerate(own_parts):
             module = _module(part)
             modules.add(module)
@@ -191,7 +215,7 @@ def write_folder(
             rank = a.shape[-1]
             tensors[f"{_PREFIX}{module}.lora_A.weight"] = a[layer].reshape(-1, rank).T
             tensors[f"{_PREFIX}{module}.lora_B.weight"] = b[layer].reshape(rank, -1).T
-    whole = _whole_tensors(parts, arrays)
+    whole = _whole_tensors(parts, arrays, tied=definition.family.config.tie_embeddings)
     tensors |= {f"{_PREFIX}{name}": tensor for name, tensor in whole.items()}
     settings = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": lora.rank, "lora_alpha": lora.alpha, "lora_dropout": 0.0,
@@ -204,13 +228,13 @@ def write_folder(
     save_file(contiguous, out / TENSORS, {"format": "pt"})
 
 
-def _whole_tensors(parts: Parts, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+def _whole_tensors(parts: Parts, arrays: Mapping[str, np.ndarray], *, tied: bool) -> dict[str, np.ndarray]:
     """Returns the tensors of the parameters that trained as a whole. Raises `ConfigError` if PEFT, which only knows
     whole modules, cannot represent them."""
-    own_names = {name.removeprefix("params/").replace("/", ".") for name in arrays}
+    own_names = set(map(parameter_of, arrays))
     whole = {}
     for name in sorted(own_names & parts.keys()):
-        array = arrays[_in_checkpoint(name)]
+        array = arrays[stored_name(name)]
         own_parts = parts[name]
         if own_parts[0].tensor.parts > 1 or own_parts[0].experts > 1:
             raise ConfigError(f"to-peft: {name} is not a module of its own in PEFT; export the merged model with to-hf")
@@ -219,6 +243,11 @@ def _whole_tensors(parts: Parts, arrays: Mapping[str, np.ndarray]) -> dict[str, 
             rows, _ = part.matrix_shape
             matrix = layer.reshape(-1, rows).T if part.tensor.transposed and part.tensor.inputs else layer
             whole[part.name] = np.asarray(matrix, np.float32).reshape(part.tensor_shape)
+    if tied and "embedding.table" in own_names:
+        raise ConfigError(
+            "to-peft: lora.also_train has the embedding, which is tied to the head, and PEFT would train a copy of it; "
+            "export the merged model with to-hf"
+        )
     modules = {name.rpartition(".")[0] for name in whole}
     for name, own_parts in parts.items():
         if name not in own_names and any(part.name.rpartition(".")[0] in modules for part in own_parts):
@@ -246,12 +275,22 @@ def _module(part: Part) -> str:
     return part.name.removesuffix(".weight")
 
 
-def _in_checkpoint(name: str) -> str:
-    return f"params/{name.replace('.', '/')}"
-
-
 def _leaves(definition: Definition) -> dict[str, Any]:
     return {name: leaf for name, leaf, _ in named_leaves(definition.abstract, definition.axes)}
+
+
+def fingerprint(path: Path, key: str) -> str:
+    """Returns a digest of the files of a folder with adapters. Raises `ConfigError` if one is missing."""
+    digest = hashlib.sha256()
+    for name in (CONFIG, TENSORS):
+        try:
+            with (path / name).open("rb") as file:
+                digest.update(hashlib.file_digest(file, "sha256").digest())
+        except OSError as error:
+            raise ConfigError(
+                f"{key}: {path / name} cannot be read: {error.strerror}; copy the folder again"
+            ) from error
+    return digest.hexdigest()
 
 
 def folder_of(init_from: str) -> Path | None:

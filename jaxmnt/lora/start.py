@@ -1,105 +1,129 @@
-"""Loads the adapters with which a run begins (`lora.init_from`)."""
+"""Finds and loads the adapters with which a run begins: of another run, or of PEFT (`lora.init_from`)."""
+
+from dataclasses import dataclass
 
 import jax
 import numpy as np
 
 from jaxmnt.checkpoint.commit import Committed
 from jaxmnt.checkpoint.manifest import Base
-from jaxmnt.checkpoint.names import arrays_by_name, unflatten_like
+from jaxmnt.checkpoint.names import arrays_by_name, parameter_of, unflatten_like
 from jaxmnt.checkpoint.refs import find
 from jaxmnt.checkpoint.restore import raise_together, restore
+from jaxmnt.config.schema import Config
+from jaxmnt.distributed.coordination import broadcast
 from jaxmnt.distributed.identity import Identity
 from jaxmnt.errors import ConfigError, UserError
-from jaxmnt.lora.peft_format import arrays_from, folder_of, read_folder, settings_of
+from jaxmnt.lora.peft_format import arrays_from, fingerprint, folder_of, read_folder, settings_of
 from jaxmnt.models.contract import Params
-from jaxmnt.training.spec import StepSpec
-from jaxmnt.training.trained import fill_in, select_trained
+from jaxmnt.models.registry import define_model
 
 KEY = "lora.init_from"
 
 
-def load_adapters(init_from: str, spec: StepSpec, params: Params, base: Base, identity: Identity) -> Params:
-    """Returns the parameters with those that train replaced by the ones that `lora.init_from` names. `params` are in
-    the checkpoint layout, and `base` describes the base of this run.
+@dataclass(frozen=True)
+class AdapterOrigin:
+    """The adapters with which a run begins."""
 
-    Raises `ConfigError` if the adapters have other settings, or were trained beside another base.
-    """
-    trained = select_trained(params, spec.trained_axes)
-    opened, trouble = None, None
+    checkpoint: Committed | None
+    """The checkpoint of another run; None for adapters of PEFT."""
+    arrays: dict[str, np.ndarray]
+    """The float32 arrays of PEFT, by their names in a checkpoint."""
+
+    @property
+    def base(self) -> Base | None:
+        """The base that the adapters were trained beside; None if it is not known."""
+        return None if self.checkpoint is None else self.checkpoint.manifest.base
+
+
+def check_branch(checkpoint: Committed, config: Config) -> None:
+    """Raises `ConfigError` if a branch would have other adapters than the checkpoint, or none."""
+    key = "run.fork_from"
+    if (config.lora is None) != (checkpoint.manifest.base is None):
+        has = "no adapters" if config.lora is not None else "adapters"
+        raise ConfigError(f"{key}: {checkpoint.path} has {has}; give the branch the section lora of its origin")
+    if config.lora is None:
+        return
+    if config.lora.init_from is not None:
+        raise ConfigError(f"{KEY}: a branch goes on with the adapters of its origin; remove it")
+    _check_same_adapters(checkpoint.config, config, f"{key}: {checkpoint.path}", scale=False)
+
+
+def check_adapters(init_from: str, config: Config) -> None:
+    """Raises `ConfigError` if a run of this config cannot begin with these adapters. Does not compare their bases."""
+    folder = folder_of(init_from)
+    if folder is None:
+        checkpoint = find(init_from, KEY)
+        if checkpoint.config.lora is None or checkpoint.manifest.base is None:
+            raise ConfigError(f"{KEY}: {checkpoint.path} has no adapters; name a run with lora")
+        _check_same_adapters(checkpoint.config, config, f"{KEY}: {checkpoint.path}")
+        return
+    theirs = settings_of(read_folder(folder, KEY), define_model(config.model), KEY)
+    _check_same_adapters(config.model_copy(update={"lora": theirs}), config, f"{KEY}: {folder}")
+
+
+def _check_same_adapters(theirs: Config, ours: Config, where: str, *, scale: bool = True) -> None:
+    """Raises `ConfigError` if two configs have adapters of other weights, or with another rank or, unless `scale` is
+    False, another scale."""
+    assert theirs.lora is not None and ours.lora is not None
+    for setting in ("rank", "alpha", "scaling") if scale else ("rank",):
+        required, configured = getattr(theirs.lora, setting), getattr(ours.lora, setting)
+        if required != configured:
+            raise ConfigError(f"{where} has lora.{setting}={required}, not {configured}; set that")
+    adapters = [define_model(config.model, config.lora).adapters for config in (theirs, ours)]
+    first, second = adapters
+    assert first is not None and second is not None
+    for setting, names, configured_names in (
+        ("targets", first.names, second.names),
+        ("also_train", first.also_trained, second.also_trained),
+    ):
+        if names != configured_names:
+            raise ConfigError(f"{where} has other lora.{setting}; set [{', '.join(names)}]")
+
+
+def open_adapters(init_from: str, config: Config, identity: Identity) -> AdapterOrigin:
+    """Returns the adapters that all processes begin with. Raises `ConfigError` in all of them if they do not fit, or
+    differ between processes."""
+    origin, mark, trouble = None, "", None
+    folder = folder_of(init_from)
     try:
-        is_folder = folder_of(init_from) is not None
-        opened = _arrays_of_peft(init_from, spec, trained) if is_folder else _open_run(init_from, spec, base)
+        check_adapters(init_from, config)
+        if folder is None:
+            origin = AdapterOrigin(find(init_from, KEY), {})
+        else:
+            arrays = arrays_from(read_folder(folder, KEY), define_model(config.model, config.lora), KEY)
+            origin, mark = AdapterOrigin(None, arrays), fingerprint(folder, KEY)
     except UserError as error:
         trouble = error
     raise_together(f"open the adapters {init_from}", trouble, identity)
-    assert opened is not None
-    if isinstance(opened, dict):
-        [new] = unflatten_like({"params": trained}, opened).values()
-    else:
-        checkpoint = opened
+    assert origin is not None
+    if origin.checkpoint is not None:  # all processes read the checkpoint that process 0 has chosen
+        path = broadcast(f"adapters of {init_from}", str(origin.checkpoint.path), identity)
+        return AdapterOrigin(find(path, KEY), {})
+    if broadcast(f"adapters of {init_from}", mark, identity) != mark:
+        trouble = ConfigError(
+            f"{KEY}: the files in {folder} differ between {identity.label} and process 0; give all hosts the same files"
+        )
+    raise_together(f"compare the adapters {init_from}", trouble, identity)
+    return origin
+
+
+def load_adapters(origin: AdapterOrigin, trained: Params, identity: Identity) -> Params:
+    """Returns the parameters that train, from the origin. `trained` has arrays like them, with None in place of frozen
+    parameters."""
+    if origin.checkpoint is not None:
         abstract = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), trained
         )
-        new = restore(checkpoint, {"params": abstract}, identity).state["params"]
-    is_none = lambda node: node is None
-    frozen = jax.tree.map(lambda leaf, mine: leaf if mine is None else None, params, trained, is_leaf=is_none)
-    return fill_in(new, frozen)
-
-
-def _open_run(init_from: str, spec: StepSpec, base: Base) -> Committed:
-    """Returns the checkpoint of a run with the same adapters beside the same base."""
-    checkpoint = find(init_from, KEY)
-    theirs, ours = checkpoint.config.lora, spec.config.lora
-    assert ours is not None
-    if theirs is None or checkpoint.manifest.base is None:
-        raise ConfigError(f"{KEY}: {checkpoint.path} has no adapters; name a run with lora")
-    for setting in ("rank", "alpha", "scaling", "targets", "also_train"):
-        _check_equal(setting, getattr(theirs, setting), getattr(ours, setting), init_from)
-    _check_same_base(checkpoint.manifest.base, base, init_from)
-    return checkpoint
-
-
-def _arrays_of_peft(init_from: str, spec: StepSpec, trained: Params) -> dict[str, jax.Array]:
-    """Returns the parameters that train, by name, from a folder of PEFT."""
-    folder = folder_of(init_from)
-    assert folder is not None and spec.config.lora is not None
-    definition, ours = spec.definition, spec.config.lora
-    adapters = read_folder(folder, KEY)
-    theirs = settings_of(adapters, definition.base, KEY)
-    for setting in ("rank", "alpha", "scaling"):
-        _check_equal(setting, getattr(theirs, setting), getattr(ours, setting), init_from)
-    assert definition.adapters is not None
-    if set(theirs.targets) != set(definition.adapters.names):
-        raise ConfigError(
-            f"lora.targets: the adapters in {init_from} belong to other weights; set [{', '.join(theirs.targets)}]"
-        )
-    arrays = arrays_from(adapters, definition, KEY)
+        params: Params = restore(origin.checkpoint, {"params": abstract}, identity).state["params"]
+        return params
     targets = arrays_by_name({"params": trained})
-    if extra := sorted(arrays.keys() ^ targets.keys()):
-        name = extra[0].removeprefix("params/").replace("/", ".")
-        raise ConfigError(
-            f"lora.also_train: {name} is trained as a whole in only one of {init_from} and this config; set "
-            f"[{', '.join(theirs.also_train)}]"
-        )
+    assert origin.arrays.keys() == targets.keys(), sorted(map(parameter_of, origin.arrays.keys() ^ targets.keys()))
 
     def place(name: str, like: jax.Array) -> jax.Array:
-        array = arrays[name].astype(like.dtype)
+        array = origin.arrays[name].astype(like.dtype)
         return jax.make_array_from_callback(like.shape, like.sharding, lambda index: np.asarray(array[index]))
 
-    return {name: place(name, like) for name, like in targets.items()}
-
-
-def _check_equal(setting: str, theirs: object, ours: object, init_from: str) -> None:
-    if theirs != ours:
-        raise ConfigError(f"lora.{setting}: the adapters of {init_from} have {theirs}, not {ours}; set that")
-
-
-def _check_same_base(theirs: Base, ours: Base, init_from: str) -> None:
-    """Raises `ConfigError` if the bases differ. Arrays that were read in different dtypes cannot be compared."""
-    for name, array in sorted(theirs.arrays.items()):
-        our_array = ours.arrays.get(name)
-        if our_array is not None and our_array.dtype == array.dtype and our_array != array:
-            raise ConfigError(
-                f"{KEY}: the adapters of {init_from} were trained beside another base, {theirs.source}; set "
-                "run.init_from to it"
-            )
+    arrays = {name: place(name, like) for name, like in targets.items()}
+    [new] = unflatten_like({"params": trained}, arrays).values()
+    return new

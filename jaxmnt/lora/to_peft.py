@@ -45,7 +45,5 @@ def write_peft(checkpoint: Committed, out: Path) -> WrittenAdapters:
         is_folder = recorded.source.startswith(HUGGING_FACE_PREFIX)
         base = recorded.source.removeprefix(HUGGING_FACE_PREFIX) if is_folder else None
         write_folder(out, config.lora, definition, arrays, base)
-    adapted = {f"params/{name.replace('.', '/')}" for name in definition.adapters.names}
-    whole = [name for name in names if not any(name.startswith(f"{weight}_lora_") for weight in adapted)]
-    readable = [name.removeprefix("params/").replace("/", ".") for name in whole]
-    return WrittenAdapters(len(adapted), config.lora.rank, base, readable)
+    adapters = definition.adapters
+    return WrittenAdapters(len(adapters.names), config.lora.rank, base, list(adapters.also_trained))

@@ -9,12 +9,11 @@ from jaxmnt.checkpoint.commit import Committed
 from jaxmnt.checkpoint.manifest import Base
 from jaxmnt.checkpoint.names import arrays_by_name
 from jaxmnt.distributed.identity import Identity
-from jaxmnt.errors import ConfigError
-from jaxmnt.lora.base import load_base
-from jaxmnt.lora.start import load_adapters
+from jaxmnt.lora.base import load_base, usable_source
+from jaxmnt.lora.start import load_adapters, open_adapters
 from jaxmnt.models.contract import Params
 from jaxmnt.training.compile import Program
-from jaxmnt.training.trained import fill_in, select_frozen
+from jaxmnt.training.trained import fill_in, select_frozen, select_trained
 
 
 @dataclass(frozen=True)
@@ -29,41 +28,45 @@ class AdaptedStart:
     seconds: float
 
 
-def begin_with_adapters(program: Program, source: str, identity: Identity) -> AdaptedStart:
-    """Returns the parameters of a new run: those of `source`, and new adapters or those of `lora.init_from`."""
+def begin_with_adapters(program: Program, source: str, identity: Identity, *, spread: bool = False) -> AdaptedStart:
+    """Returns the parameters of a new run: those of `source`, and new adapters or those of `lora.init_from`. `spread`
+    is as in `load_base`."""
     started = time.perf_counter()
     spec, abstract = program.spec, program.canonical_abstract_state["params"]
     lora = spec.config.lora
     assert lora is not None
+    origin = None if lora.init_from is None else open_adapters(lora.init_from, spec.config, identity)
     adapters = program.initial_adapters()
     is_none = lambda node: node is None
     others = jax.tree.map(lambda adapter, leaf: leaf if adapter is None else None, adapters, abstract, is_leaf=is_none)
     frozen = arrays_by_name({"params": select_frozen(abstract, spec.trained_axes)}).keys()
-    loaded = load_base(source, spec.definition, others, identity, frozen_names=set(frozen))
+    # Adapters of another run belong to its base, which is proved by its digests.
+    recorded, owner = (None, "this run") if origin is None else (origin.base, f"the run {lora.init_from}")
+    loaded = load_base(
+        source, spec.definition, others, identity, frozen_names=set(frozen), recorded=recorded, owner=owner,
+        spread=spread,
+    )  # fmt: skip
     params = fill_in(loaded.params, adapters)
-    if lora.init_from is not None:
-        params = load_adapters(lora.init_from, spec, params, loaded.base, identity)
+    if origin is not None:
+        trained = select_trained(params, spec.trained_axes)
+        params = fill_in(load_adapters(origin, trained, identity), select_frozen(params, spec.trained_axes))
     return AdaptedStart(params, loaded.base, loaded.bytes, time.perf_counter() - started)
 
 
-def complete_with_base(program: Program, checkpoint: Committed, trained: Params, identity: Identity) -> AdaptedStart:
-    """Returns all parameters of a run: those that the checkpoint contains, `trained`, and its base.
+def complete_with_base(
+    program: Program, checkpoint: Committed, trained: Params, identity: Identity, *, spread: bool = False
+) -> AdaptedStart:
+    """Returns all parameters of a run: those that the checkpoint contains, `trained`, and its base. `spread` is as in
+    `load_base`.
 
     Raises `ConfigError` if the base is not what the run was trained on.
     """
     started = time.perf_counter()
     spec, recorded = program.spec, checkpoint.manifest.base
-    if recorded is None:
-        raise ConfigError(f"lora: checkpoint {checkpoint.path} was written without adapters; remove the section lora")
+    assert recorded is not None, "a run cannot go on with another section lora"
     frozen = select_frozen(program.canonical_abstract_state["params"], spec.trained_axes)
-    source = base_source(spec.config.run.init_from, checkpoint)
-    loaded = load_base(source, spec.definition, frozen, identity, recorded=recorded)
+    init_from, earlier = spec.config.run.init_from, checkpoint.config.run.init_from
+    has_moved = init_from is not None and init_from != earlier
+    source = str(init_from) if has_moved else usable_source(recorded, earlier)
+    loaded = load_base(source, spec.definition, frozen, identity, recorded=recorded, spread=spread)
     return AdaptedStart(fill_in(trained, loaded.params), loaded.base, loaded.bytes, time.perf_counter() - started)
-
-
-def base_source(init_from: str | None, checkpoint: Committed) -> str:
-    """Returns the source of the base: the recorded one, unless the config names another place than the checkpoint's
-    config does."""
-    assert checkpoint.manifest.base is not None
-    moved = init_from is not None and init_from != checkpoint.config.run.init_from
-    return str(init_from) if moved else checkpoint.manifest.base.source

@@ -94,7 +94,15 @@ def refuse_changes(config: Config, digests: dict[str, str], checkpoint: Committe
 
 
 def _refuse_other_origin(config: Config, checkpoint: Committed) -> None:
-    """Raises `ConfigError` if the config names an origin (fork_from, init_from) that this run did not begin with."""
+    """Raises `ConfigError` if the config names an origin (fork_from, init_from, lora.init_from) that this run did not
+    begin with."""
+    began = None if checkpoint.config.lora is None else checkpoint.config.lora.init_from
+    adapters = None if config.lora is None else config.lora.init_from
+    if adapters is not None and adapters != began:
+        raise ConfigError(
+            f"lora.init_from: {config.run.dir} began with {began or 'new adapters'} and is at step {checkpoint.step}; "
+            "leave it out to continue, or choose another run.dir"
+        )
     for key in ("fork_from", "init_from"):
         actual, configured = getattr(checkpoint.config.run, key), getattr(config.run, key)
         if key == "init_from" and may_name_moved_base(config):

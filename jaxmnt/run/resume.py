@@ -36,6 +36,7 @@ from jaxmnt.huggingface.compatibility import (
 )
 from jaxmnt.huggingface.folder import Folder
 from jaxmnt.lora.base import check_without_adapters
+from jaxmnt.lora.start import check_adapters, check_branch
 from jaxmnt.run import fresh
 from jaxmnt.run.branch import branch_point, branch_remark
 from jaxmnt.run.changes import (
@@ -265,17 +266,26 @@ def begin_run(config: Config, data: Sources, run: str) -> ResumePoint:
         tokenizer = tokenizer_of_data(data.tokenizer, data.vocab_size, data.folder, data.chat)
         return check_compatible(origin, config.model, tokenizer, config.run.init_from_changes)
 
-    if config.run.init_from and source.startswith(HUGGING_FACE_PREFIX):
+    if config.lora is not None and config.lora.init_from is not None:
+        check_adapters(config.lora.init_from, config)
+    if not config.run.fork_from and source.startswith(HUGGING_FACE_PREFIX):
         folder = Folder(Path(source.removeprefix(HUGGING_FACE_PREFIX)), key)
         remarks = check_origin(folder_origin(folder, key))
         return ResumePoint(run, kind="init", remarks=remarks, weights=folder.path)
     checkpoint = find(source, key)
-    if config.run.init_from:
+    if config.run.fork_from:
+        check_branch(checkpoint, config)
+    else:
         check_without_adapters(checkpoint, key)
     origin = run_origin(source, checkpoint, key)
     remarks = check_origin(origin)
     check_same_parameters(origin, checkpoint, config.model)
-    if config.run.init_from:
+    if not config.run.fork_from:
+        if config.lora is not None:
+            remarks.append(
+                f"each start reads the base {checkpoint.path} again; if its run goes on, checkpoint.keep may remove it "
+                "(convert to-hf keeps a copy)"
+            )
         return ResumePoint(run, checkpoint=checkpoint, kind="init", remarks=remarks)
     if checkpoint.step >= config.train.steps:
         raise ConfigError(

@@ -88,7 +88,8 @@ def starting_state(run: CompiledRun) -> tuple[ResumePoint, Any, Base | None]:
     """
     start, program = run.start, run.program
     if start.kind == "init" and run.config.lora is not None:
-        begun = begin_with_adapters(program, source_of(start.checkpoint, start.weights), run.identity)
+        source = source_of(start.checkpoint, start.weights)
+        begun = begin_with_adapters(program, source, run.identity, spread=_should_spread(run))
         _record_base(run, begun)
         return start, with_missing_parts(program, program.from_canonical({"params": begun.params})), begun.base
     while (checkpoint := start.checkpoint) is not None:
@@ -115,7 +116,8 @@ def starting_state(run: CompiledRun) -> tuple[ResumePoint, Any, Base | None]:
         )
         state, base = restored.state, None
         if run.config.lora is not None:
-            completed = complete_with_base(program, checkpoint, state["params"], run.identity)
+            spread = _should_spread(run)
+            completed = complete_with_base(program, checkpoint, state["params"], run.identity, spread=spread)
             _record_base(run, completed)
             state, base = state | {"params": completed.params}, completed.base
         return start, with_missing_parts(program, program.from_canonical(state)), base
@@ -183,7 +185,7 @@ def _tokenizer_of(run: CompiledRun) -> RunTokenizer:
     tokenizer = tokenizer_of_data(data.tokenizer, data.vocab_size, data.folder, data.chat)
     if tokenizer.chat is not None:
         return tokenizer
-    source = run.config.run.init_from or run.config.run.fork_from
+    source = run.config.run.fork_from or run.config.run.init_from
     if start.kind != "own" and source is not None and start.checkpoint is not None:
         stored = next(filter(None, map(read_tokenizer, roots_of(source, start.checkpoint))), None)
     else:
@@ -213,7 +215,7 @@ def _write_description(run: CompiledRun) -> None:
     for directory in directories:
         write_tokenizer(directory, tokenizer)
     if start.kind != "own":
-        source = config.run.init_from or config.run.fork_from
+        source = config.run.fork_from or config.run.init_from
         files = companions.match_tokenizer(
             companions.read_source_files(start.weights, source, start.checkpoint), tokenizer
         )

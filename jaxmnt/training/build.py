@@ -61,6 +61,8 @@ def inference_spec(
         "model.experts_kernel": "xla",
         "model.overlap": "off",
         "optimizer.offload": False,
+        "optimizer.rules": [],  # they may name adapters, and the optimizer is not used
+        "optimizer.frozen": [],
     }
     inference_config = config.model_copy(update={"mesh": mesh, "pipeline": Pipeline()}).changed(settings)
     spec = build_spec(inference_config, data_vocab_size, devices)

@@ -40,6 +40,7 @@ from jaxmnt.training.state import (
     saved_state,
 )
 from jaxmnt.training.step import eval_step, train_step
+from jaxmnt.training.trained import select_trained
 from jaxmnt.units import size
 
 
@@ -267,7 +268,8 @@ def measure_memory(spec: StepSpec, state: State, step: Any, limit: int | None) -
     if spec.config.optimizer.offload and is_planned(spec.placement):
         # Planned devices have no host memory, so the program was compiled with the optimizer state on the device. Real
         # devices need that state only for the update, together with parameters and gradients, so this is a bound.
-        peak = max(peak - optimizer, params + optimizer + float32_bytes(state["params"]))
+        trained = select_trained(state["params"], spec.trained_axes)
+        peak = max(peak - optimizer, params + optimizer + float32_bytes(trained))
         during_save -= optimizer
     return Memory(
         params=params,

@@ -18,6 +18,7 @@ from jaxmnt.parallel.sharding import Axes, named_leaves
 from jaxmnt.training import engine
 from jaxmnt.training.spec import StepSpec
 from jaxmnt.training.state import abstract_state, bytes_per_device, elements_per_device, float32_bytes
+from jaxmnt.training.trained import axes_by_name, select_trained
 from jaxmnt.units import size
 
 
@@ -86,15 +87,18 @@ def _suggest_zero_stage(spec: StepSpec) -> Iterator[MemorySuggestion]:
     1, so do their gradients."""
     if spec.zero == 3:
         return
-    stored_elements = whole_elements = 0
-    for _, leaf, names in parameters_of(spec):
+    stored_elements = whole_elements = trained_elements = 0
+    trained_names = axes_by_name(spec.trained_axes)
+    for name, leaf, names in parameters_of(spec):
         gathered = spec.placement.gathered_axes(names)
         if gathered is not None:
             piece_elements = elements_per_device(leaf)
+            pieces = math.prod(spec.placement.sizes[axis] for axis in gathered[1])
             stored_elements += piece_elements
-            whole_elements += piece_elements * math.prod(spec.placement.sizes[axis] for axis in gathered[1])
+            whole_elements += piece_elements * pieces
+            trained_elements += piece_elements * (pieces - 1) * (name in trained_names)
     weight_bytes = whole_elements * spec.dtype.itemsize
-    gradient_bytes = 4 * (whole_elements - stored_elements) if spec.zero == 1 else 0
+    gradient_bytes = 4 * trained_elements if spec.zero == 1 else 0
     yield MemorySuggestion("mesh.zero=3", weight_bytes + gradient_bytes)
     if spec.zero == 1:
         yield MemorySuggestion("mesh.zero=2", gradient_bytes)
@@ -105,7 +109,8 @@ def _train_state_bytes(spec: StepSpec) -> int:
     offloaded."""
     state = abstract_state(spec)
     optimizer_bytes = 0 if spec.config.optimizer.offload else bytes_per_device(state["optimizer"])
-    return bytes_per_device(state["params"]) + float32_bytes(state["params"]) + optimizer_bytes
+    trained = select_trained(state["params"], spec.trained_axes)
+    return bytes_per_device(state["params"]) + float32_bytes(trained) + optimizer_bytes
 
 
 def _candidate_changes(spec: StepSpec) -> Iterator[tuple[str, dict[str, Any], Callable[[StepSpec], int]]]:
