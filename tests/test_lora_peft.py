@@ -121,7 +121,7 @@ def test_training_is_that_of_peft(name, sections, tmp_path):
     assert len(moments) == 2 * len(trained)
 
 
-@pytest.mark.parametrize("name", mostly_slow({1}, ROUND_TRIPS))
+@pytest.mark.parametrize("name", mostly_slow(set(), ROUND_TRIPS))
 def test_files_of_peft_become_a_run_and_back(name, tmp_path):
     """The same tensors come back, the logits are those of PEFT, and those of merged weights."""
     trained = tmp_path / "trained"

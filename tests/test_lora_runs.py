@@ -68,6 +68,7 @@ def test_checkpoints_hold_what_trains(adapted, base):
     assert last < first
 
 
+@pytest.mark.slow
 def test_it_resumes_on_another_mesh_and_as_a_branch(adapted, base, prepared, tmp_path):
     """From a run as its base, whose parameters are the same: the base is proved by its content, wherever it is."""
     run = tmp_path / "run"
@@ -163,6 +164,7 @@ def test_a_flipped_bit_in_the_base_is_named(adapted, base, tmp_path):
         assert array.removeprefix("params/").replace("/", ".") in str(error.value)
 
 
+@pytest.mark.slow
 def test_a_start_with_another_base_is_refused(adapted, base, prepared, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(adapted, run)
