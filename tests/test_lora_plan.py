@@ -20,7 +20,6 @@ CASES = [
     "model.vocab_size=128256 data.global_batch_size=256",
     f"{BIG} mesh.fsdp=128",
     f"{BIG} mesh.fsdp=16 mesh.model=8",
-    f"{BIG} mesh.data=2 mesh.fsdp=64",
 ]
 
 
