@@ -9,6 +9,7 @@ from jaxmnt.plan.chips import CHIPS
 from jaxmnt.plan.estimate import estimate
 from jaxmnt.plan.rates import rates_of
 from jaxmnt.plan.workload import model_shape, scheme_of
+from jaxmnt.plan.zero import resolve_zero
 from jaxmnt.telemetry.flops import token_flops
 
 RECIPE = Path(__file__).resolve().parents[1] / "configs" / "llama-8b-lora.yaml"
@@ -50,6 +51,8 @@ def test_the_program_of_128_gpus(overrides, monkeypatch):
     recomputed = flops.recomputed(spec.config.train.remat)
     computed = report["timeline"]["flops"] / tokens
     assert computed <= 1.1 * (flops.layers + flops.attention + flops.head + recomputed)
+    planned = next(stage.peak for stage in resolve_zero(spec)[1].stages if stage.zero == 3)
+    assert 0.85 * planned < memory["peak"] <= 1.1 * planned, (planned, memory["peak"])
     shape, scheme = model_shape(spec.definition, spec.config), scheme_of(spec)
     seconds = estimate(shape, scheme, rates_of(CHIPS["h100"]), CHIPS["h100"].domain).seconds
     assert seconds == pytest.approx(report["prediction"]["step_seconds"], rel=0.2)

@@ -388,6 +388,8 @@ class Definition:
     @property
     def base(self) -> "Definition":
         """The definition without adapters."""
+        if self.adapters is None:
+            return self
         abstract, axes = without_adapters(self.abstract), without_adapters(self.axes)
         return replace(self, abstract=abstract, axes=axes, adapters=None)
 

@@ -457,10 +457,9 @@ class Step:
         return self.parameters / self.shards + self.expert_parameters / self.scheme.expert_shards
 
     def trained_parameters(self) -> float:
-        """Returns the number of parameters that a device stores and updates. Of adapters, about half are split over
-        `fsdp`."""
+        """Returns the number of parameters that a device stores and updates."""
         adapters = self.model.adapters
-        return self.stored_parameters() if adapters is None else adapters.parameters / self.scheme.pipeline
+        return self.stored_parameters() if adapters is None else adapters.per_device(self.scheme)
 
     @property
     def scattered_bytes(self) -> int:

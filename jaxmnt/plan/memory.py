@@ -15,6 +15,7 @@ import jax
 
 from jaxmnt.config.schema import Config
 from jaxmnt.errors import ConfigError
+from jaxmnt.models.adapters import is_adapter
 from jaxmnt.models.contract import LayerCosts
 from jaxmnt.plan.candidates import Candidate
 from jaxmnt.plan.chips import read_table
@@ -70,12 +71,14 @@ class Memory(NamedTuple):
 
 
 class StateBytes(NamedTuple):
-    """Bytes per parameter, averaged over all parameters."""
+    """Bytes per parameter, averaged over all parameters but those of adapters."""
 
     parameters: float = 4.0
     moments: float = 8.0
     """Optimizer moments on the device."""
     gradients: float = 4.0
+    adapters: float = 0.0
+    """Bytes of parameters, moments and gradients for each parameter of an adapter."""
 
 
 _ADAMW_BYTES = StateBytes()
@@ -85,7 +88,7 @@ _ADAMW_BYTES = StateBytes()
 def state_bytes(spec: StepSpec) -> StateBytes:
     """Returns the bytes per parameter for a step, which depend on its dtypes, its optimizer and its frozen
     parameters."""
-    count = spec.definition.parameter_count
+    count = spec.definition.base.parameter_count
     trained_names = axes_by_name(spec.trained_axes)
     params = parameters_of(spec)
     trained = sum(leaf.size for name, leaf, _ in params if name in trained_names)
@@ -94,6 +97,12 @@ def state_bytes(spec: StepSpec) -> StateBytes:
     moments = [] if spec.config.optimizer.offload else jax.tree.leaves(state["optimizer"])
     moments += jax.tree.leaves(state.get("average", {}))
     moment_bytes = total_bytes(leaf for leaf in moments if leaf.ndim)
+    if spec.definition.adapters is not None:
+        adapters = [leaf for name, leaf, _ in params if is_adapter(name)]
+        adapter_count = sum(leaf.size for leaf in adapters)
+        base_bytes = total_bytes(leaf for name, leaf, _ in params if not is_adapter(name))
+        state_of_adapters = (total_bytes(adapters) + moment_bytes) / adapter_count
+        return StateBytes(base_bytes / count, 0.0, 0.0, adapters=state_of_adapters + 4)
     return StateBytes(
         parameters=total_bytes(leaf for _, leaf, _ in params) / count,
         moments=moment_bytes / count,
@@ -194,7 +203,10 @@ def estimate_memory(
     in_loss = _memory_in_loss(model, scheme, multiples, loss_chunk)
     # The embedding's gradient is computed unsharded. With ZeRO 1, `gradients` contains it already. With ZeRO 2,
     # counting it would not improve the estimates.
-    in_embedding = _head_gradient_bytes(model, scheme) if stages == 1 and scheme.zero == 3 else 0.0
+    has_head_gradient = model.adapters is None
+    in_embedding = (
+        _head_gradient_bytes(model, scheme) if stages == 1 and scheme.zero == 3 and has_head_gradient else 0.0
+    )
     rest = max(in_backward + gradients, in_loss + gradients_in_loss, in_embedding + gradients)
     if scheme.shards > 1 and scheme.zero < 3:
         rest += scheme.itemsize * (layers + ends)
@@ -202,9 +214,10 @@ def estimate_memory(
     # A save copies arrays whose layout in a checkpoint differs from the one in memory.
     copied_layers = layers / padding if scheme.chunks > 1 or padding > 1 else 0
     copied_parameters = copied_layers + ends * bool(model.vocab % devices)
+    state_of_adapters = 0.0 if model.adapters is None else state.adapters * model.adapters.per_device(scheme)
     state_bytes_per_parameter = state.parameters + state.moments
     return Memory(
-        state=state_bytes_per_parameter * stored_parameters,
+        state=state_bytes_per_parameter * stored_parameters + state_of_adapters,
         residuals=residuals,
         rest=rest,
         in_save=state_bytes_per_parameter * copied_parameters / scheme.shards,

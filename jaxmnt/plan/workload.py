@@ -7,11 +7,12 @@ from typing import Any, NamedTuple
 
 from jaxmnt.config.mesh import MESH_AXES
 from jaxmnt.config.schema import Config, Train
+from jaxmnt.models.adapters import is_adapter
 from jaxmnt.models.blockwise import ATTENTION
 from jaxmnt.models.contract import AttentionShape, Definition, LayerCosts, Product
 from jaxmnt.models.experts import EXPERT_ROUND
 from jaxmnt.parallel.chunks import halo_length
-from jaxmnt.parallel.sharding import Overlap, named_leaves
+from jaxmnt.parallel.sharding import GATHERED, Overlap, named_leaves
 from jaxmnt.training.memory_suggestions import residual_bytes
 from jaxmnt.training.optimizer import muon_forms
 from jaxmnt.training.pipeline_schedule import PipelineSchedule
@@ -65,8 +66,14 @@ class AdapterShape(NamedTuple):
     rank: int
     products: frozenset[str]
     """The names of the products whose weights have adapters, such as mlp.gate."""
-    parameters: int
-    """Number of parameters in all adapters."""
+    split: int
+    """Number of adapters' parameters that have the model's width, which `fsdp` splits."""
+    whole: int
+    """Number of all others, which tensor parallelism splits, but not `fsdp`."""
+
+    def per_device(self, scheme: "Scheme") -> float:
+        """Returns the number of parameters that a device stores, and whose state and gradients it has."""
+        return (self.split / scheme.shards + self.whole / scheme.model) / scheme.pipeline
 
 
 class MuonMatrices(NamedTuple):
@@ -103,7 +110,7 @@ def model_shape(definition: Definition, config: Config | None = None) -> ModelSh
     layers = tuple(definition.layer_costs())
     model = definition.family.config
     ends = (model.hidden_size, definition.vocab_size, model.tie_embeddings)
-    others = definition.parameter_count - ModelShape(layers, *ends).parameters
+    others = definition.base.parameter_count - ModelShape(layers, *ends).parameters
     return ModelShape(layers, *ends, others, muon, _adapter_shape(definition))
 
 
@@ -114,7 +121,11 @@ def _adapter_shape(definition: Definition) -> AdapterShape | None:
         return None
     names = {name for _, layer in definition.layer_costs() for name in (product.name for product in layer.products)}
     adapted = frozenset(name for name in names if any(target.endswith(f".{name}") for target in adapters.names))
-    return AdapterShape(adapters.rank, adapted, definition.parameter_count - definition.base.parameter_count)
+    leaves = [
+        (leaf, axes) for name, leaf, axes in named_leaves(definition.abstract, definition.axes) if is_adapter(name)
+    ]
+    split = sum(leaf.size for leaf, axes in leaves if {*GATHERED} & {*axes})
+    return AdapterShape(adapters.rank, adapted, split, sum(leaf.size for leaf, _ in leaves) - split)
 
 
 @dataclass(frozen=True)
