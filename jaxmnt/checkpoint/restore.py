@@ -48,12 +48,19 @@ class Restored:
 
 
 def restore(
-    checkpoint: Committed, abstract: State, identity: Identity, *, verify: bool = True, spread: bool = False
+    checkpoint: Committed,
+    abstract: State,
+    identity: Identity,
+    *,
+    verify: bool = True,
+    spread: bool = False,
+    part: str = "",
 ) -> Restored:
     """Restores the arrays of `abstract` from `checkpoint`, with the shardings of `abstract`.
 
     The checkpoint may have been written on any mesh, and `abstract` may leave out parts of the state. With `spread`,
-    each replica reads a share and gets the rest from the others. Either all processes return, or all raise
+    each replica reads a share and gets the rest from the others. If a checkpoint is restored in several calls, `part`
+    names each of them. Either all processes return, or all raise
     `ConfigError` if the checkpoint belongs to another model, `DamagedError` if it is not what was saved, and
     `UserError` if its files cannot be reached.
     """
@@ -61,7 +68,7 @@ def restore(
     check_fit(checkpoint, leaves)
     # Read. A failure is raised in all processes, so that none waits for another one.
     started = time.perf_counter()
-    exchange = f"restore {checkpoint.step} of {checkpoint.manifest.run} at {checkpoint.path.name}"
+    exchange = f"restore {part}{checkpoint.step} of {checkpoint.manifest.run} at {checkpoint.path.name}"
     arrays = {}
     trouble = None
     shardings = {name: leaf.sharding for name, leaf in leaves.items()}

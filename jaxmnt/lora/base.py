@@ -136,13 +136,22 @@ def _read(
         name: jax.ShapeDtypeStruct(target.shape, dtype_of(name, target), sharding=target.sharding)
         for name, target in targets.items()
     }
+    # Arrays of another dtype are read and cast one after another, so that only one of them is there twice.
+    is_cast = lambda name: as_stored[name].dtype != targets[name].dtype
+    groups = [[name for name in targets if not is_cast(name)], *([name] for name in targets if is_cast(name))]
+    arrays: dict[str, Array] = {}
+    bytes_read = 0
     try:
-        restored = restore(checkpoint, nested_arrays(as_stored), identity, spread=spread)
+        for number, names in enumerate(filter(None, groups)):
+            abstract = nested_arrays({name: as_stored[name] for name in names})
+            restored = restore(checkpoint, abstract, identity, spread=spread, part=f"group {number} of the base from ")
+            group = arrays_by_name(restored.state)
+            _cast_all(group, {name: targets[name] for name in names})
+            arrays |= group
+            bytes_read += restored.bytes
     except DamagedError as damage:
         raise ConfigError(f"{key}: checkpoint {checkpoint.path} is damaged: {damage}; name another copy") from damage
-    arrays = arrays_by_name(restored.state)
-    _cast_all(arrays, targets)
-    return source_of(checkpoint, None), arrays, restored.bytes
+    return source_of(checkpoint, None), arrays, bytes_read
 
 
 def _open(source: str, key: str) -> Path | Committed:
