@@ -20,12 +20,12 @@ def main(folder: Path) -> None:
     asked = list(dict.fromkeys(words))[:QUESTIONS]
     trained = [word for word in words if word not in set(asked)]
     for name, task in TASKS.items():
-        records = lambda chosen: ({"prompt": f"{word}>", "completion": task(word)} for word in chosen)
-        write(folder / f"{name}.jsonl", records(trained))
-        write(folder / f"{name}_questions.jsonl", records(asked))
+        write(folder / f"{name}.jsonl", trained, task)
+        write(folder / f"{name}_questions.jsonl", asked, task)
 
 
-def write(path: Path, records) -> None:
+def write(path: Path, words, task) -> None:
+    records = ({"prompt": f"{word}>", "completion": task(word)} for word in words)
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
