@@ -60,9 +60,8 @@ def restore(
 
     The checkpoint may have been written on any mesh, and `abstract` may leave out parts of the state. With `spread`,
     each replica reads a share and gets the rest from the others. If a checkpoint is restored in several calls, `part`
-    names each of them. Either all processes return, or all raise
-    `ConfigError` if the checkpoint belongs to another model, `DamagedError` if it is not what was saved, and
-    `UserError` if its files cannot be reached.
+    names each of them. Either all processes return, or all raise `ConfigError` if the checkpoint belongs to another
+    model, `DamagedError` if it is not what was saved, and `UserError` if its files cannot be reached.
     """
     leaves = arrays_by_name(abstract)
     check_fit(checkpoint, leaves)

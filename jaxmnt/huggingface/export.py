@@ -24,6 +24,7 @@ from jaxmnt.checkpoint import digest
 from jaxmnt.checkpoint.arrays import Reader, Shape
 from jaxmnt.checkpoint.commit import Committed
 from jaxmnt.checkpoint.manifest import DamagedError
+from jaxmnt.checkpoint.names import stored_name
 from jaxmnt.config.model import Model
 from jaxmnt.data.manifest import BYTES, TOKENIZER_FILE
 from jaxmnt.data.run_tokenizer import RunTokenizer
@@ -312,11 +313,6 @@ def _group_by_tensor(parts: Parts) -> list[tuple[str, ...]]:
     return [tuple(names) for names in by_tensor.values()]
 
 
-def _checkpoint_name(parameter: str) -> str:
-    """Returns the parameter's name in the checkpoint."""
-    return f"params/{parameter.replace('.', '/')}"
-
-
 # -- one file
 
 
@@ -330,7 +326,7 @@ def _write_file(export: Export, file: str, temporary: Path, report_progress: Cal
     for layer_range in export.files[file]:
         for parameter in layer_range.parameters:
             report_progress(parameter)
-            name = _checkpoint_name(parameter)
+            name = stored_name(parameter)
             lanes = _copy_layers(export, parameter, layer_range, path, offsets)
             totals[name] = digest.add(totals.get(name, digest.ZERO), lanes)
     with path.open("rb+") as opened:
@@ -365,7 +361,7 @@ def _copy_layers(
 ) -> digest.Lanes:
     """Copies layers of a parameter into their tensors, piece by piece, and returns the digest of these layers, which is
     their part of the array's digest."""
-    name = _checkpoint_name(parameter)
+    name = stored_name(parameter)
     parts = export.parts[parameter]
     shape = export.arrays.shape(name)
     total = digest.ZERO

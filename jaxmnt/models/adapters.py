@@ -98,11 +98,6 @@ def is_adapter(name: str) -> bool:
     return name.endswith((A_SUFFIX, B_SUFFIX))
 
 
-def weight_of(name: str) -> str:
-    """Returns the name of the weight to which the adapter's parameter belongs."""
-    return name.removesuffix(A_SUFFIX).removesuffix(B_SUFFIX)
-
-
 def find_adapters(
     lora: Lora, abstract: Params, axes: Params, group_names: Collection[str], hf_format: HuggingFace | None
 ) -> Adapters:
@@ -113,8 +108,8 @@ def find_adapters(
     large as a side of a weight.
     """
     leaves = {name: (leaf, names) for name, leaf, names in named_leaves(abstract, axes)}
-    obstacles = {name: _obstacle(name, leaf.shape, names, group_names) for name, (leaf, names) in leaves.items()}
-    peft_names = {} if hf_format is None else {name: peft_module(name, group_names, hf_format) for name in leaves}
+    obstacles = {name: _obstacle(name, names, group_names) for name, (_, names) in leaves.items()}
+    peft_names = {} if hf_format is None else {name: _peft_module(name, group_names, hf_format) for name in leaves}
     targets: set[str] = set()
     left_out: set[str] = set()
     for pattern in lora.targets:
@@ -178,7 +173,7 @@ def _matches(
     return sorted(matches)
 
 
-def peft_module(name: str, group_names: Collection[str], hf_format: HuggingFace) -> str | None:
+def _peft_module(name: str, group_names: Collection[str], hf_format: HuggingFace) -> str | None:
     """Returns the name of the module in transformers whose weight is the parameter, with {} for the number of its
     layer; None if there is no such module."""
     group, _, in_group = name.partition(".")
@@ -196,7 +191,7 @@ def _is_matrix(names: Axes) -> bool:
     return len(names) > 1 and not SCALES_AND_BIASES & {*names}
 
 
-def _obstacle(name: str, shape: tuple[int, ...], names: Axes, group_names: Collection[str]) -> str | None:
+def _obstacle(name: str, names: Axes, group_names: Collection[str]) -> str | None:
     """Returns why a parameter cannot have an adapter, or None if it can."""
     if name.partition(".")[0] not in group_names:
         return "is outside of the layers"

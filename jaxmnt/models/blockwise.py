@@ -341,6 +341,7 @@ def differentiate_blocks(
     if inputs.bias_HD is not None:
         assert key_gradients.bias_GRD is not None
         bias_gradient_HD = key_gradients.bias_GRD.reshape(inputs.bias_HD.shape).astype(inputs.bias_HD.dtype)
+    # JAX takes None as the gradient of an integer, which the type of `first_query` does not allow.
     return Inputs(*gradients, None, None, sinks_gradient_H, bias_gradient_HD, None)  # type: ignore[arg-type]
 
 
