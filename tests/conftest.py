@@ -88,6 +88,16 @@ def write_words(folder: Path, files: int, words: int, seed: int = 0) -> None:
         (folder / f"{number:03d}.txt").write_text(" ".join(chosen) + "\n")
 
 
+@pytest.fixture(autouse=True)
+def quick_tests_compile_for_cpus_only(request, monkeypatch):
+    """The environment of the quick tests has no compiler for GPUs, so they must not use one where it exists."""
+    if "slow" not in request.keywords:
+        from jax.experimental import topologies
+
+        refuse = lambda *arguments, **options: pytest.fail("a test that compiles for GPUs must be marked slow")
+        monkeypatch.setattr(topologies, "get_topology_desc", refuse)
+
+
 @pytest.fixture(scope="session")
 def prepared(tmp_path_factory) -> Path:
     """Prepared data of 40 documents in small shards, about a tenth of it held out."""

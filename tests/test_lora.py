@@ -171,6 +171,7 @@ WIDE = {
 }
 
 
+@pytest.mark.slow
 def test_frozen_weights_cost_no_gradient():
     """Of the products of layers, at most three quarters of full training's are left, and no array of the program for a
     GPU has the shape of weights in float32."""
