@@ -70,6 +70,13 @@ class Reader:
         self.finish(name, reading)
         return memory
 
+    def read_verified(self, name: str) -> np.ndarray:
+        """Returns a whole array that fits into memory. Raises `DamagedError` if it is not what was saved."""
+        array, entry = self.read(name), self._arrays[name]
+        if digest.to_text(digest.block_digest(array, (0,) * array.ndim, entry.shape)) != entry.content:
+            raise DamagedError(f"array {name} is not what was saved: its digest differs")
+        return array
+
     def pieces(self, name: str, max_bytes: int = 256 << 20) -> Iterator[tuple[Shape, np.ndarray]]:
         """Yields the whole array in pieces of about `max_bytes`, each after the index at which it begins."""
         array = self._arrays[name]

@@ -91,6 +91,14 @@ def locate(text: str, argument: str) -> StoragePath | None:
     raise ConfigError(f"{argument}: {path} is neither a run directory nor a checkpoint; check the path{hint}")
 
 
+def named_directory(text: str) -> StoragePath:
+    """Returns the directory that `text` names, without a step: a run's, or a checkpoint's own. It need not exist."""
+    run, separator, step_text = text.rpartition("@")
+    path = storage_path(text)
+    has_step = bool(separator) and (step_of(step_text) is not None or (step_text == BEST and not is_there(path)))
+    return storage_path(run) if has_step else path
+
+
 def _best_checkpoint(root: StoragePath, argument: str) -> StoragePath:
     """Returns the directory of the valid checkpoint with the lowest held-out loss.
 
@@ -214,9 +222,7 @@ def start_folders(text: str, checkpoint: Committed, config: Config) -> list[Path
 def roots_of(text: str, checkpoint: Committed) -> list[StoragePath]:
     """Returns the possible directories of the run of `checkpoint`: the one that `text` names, and the one that contains
     the checkpoint."""
-    run, separator, step = text.rpartition("@")
-    named_directory = storage_path(run if separator and step_of(step) is not None else text)
-    return [named_directory, checkpoint.path.absolute().parent.parent]
+    return [named_directory(text), checkpoint.path.absolute().parent.parent]
 
 
 def _start_folder(directory: Path, configured: str) -> Path | None:

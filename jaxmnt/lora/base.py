@@ -16,7 +16,7 @@ from jaxmnt.checkpoint.commit import Committed
 from jaxmnt.checkpoint.manifest import Array as Entry
 from jaxmnt.checkpoint.manifest import Base, DamagedError
 from jaxmnt.checkpoint.names import arrays_by_name, nested_arrays, parameter_of, unflatten_like
-from jaxmnt.checkpoint.refs import find
+from jaxmnt.checkpoint.refs import find, named_directory
 from jaxmnt.checkpoint.restore import content_digests, raise_together, restore
 from jaxmnt.config.load import HUGGING_FACE_PREFIX
 from jaxmnt.distributed.coordination import broadcast
@@ -24,7 +24,7 @@ from jaxmnt.distributed.identity import Identity
 from jaxmnt.errors import ConfigError, UserError, listed
 from jaxmnt.huggingface.load import load_parameters
 from jaxmnt.models.contract import Definition, Params
-from jaxmnt.storage import StoragePath, storage_path
+from jaxmnt.storage import StoragePath
 
 SOURCE_KEY = "run.init_from"
 
@@ -61,7 +61,33 @@ def source_path(source: str) -> StoragePath:
     """Returns the directory that a source names. It need not exist."""
     if source.startswith(HUGGING_FACE_PREFIX):
         return Path(source.removeprefix(HUGGING_FACE_PREFIX))
-    return storage_path(source)
+    return named_directory(source)
+
+
+def open_source(source: str, key: str) -> Path | Committed:
+    """Returns the folder of Hugging Face, or the checkpoint, that a source names. `key` names the setting or the option
+    that gave it.
+
+    Raises `ConfigError` if it is not there, or has adapters only.
+    """
+    path = source_path(source)
+    if not path.is_dir():
+        raise ConfigError(f"{key}: the base {source} is not there; name the place to which it has moved")
+    if source.startswith(HUGGING_FACE_PREFIX):
+        assert isinstance(path, Path)
+        return path
+    checkpoint = find(source, key)
+    check_without_adapters(checkpoint, key)
+    return checkpoint
+
+
+def check_without_adapters(checkpoint: Committed, key: str) -> None:
+    """Raises `ConfigError` if the checkpoint is one of a run with adapters, which does not have all parameters."""
+    if checkpoint.manifest.base is not None:
+        raise ConfigError(
+            f"{key}: {checkpoint.path} has adapters only; merge them with their base (python -m jaxmnt.convert to-hf "
+            f"{checkpoint.path} FOLDER), and name hf:FOLDER"
+        )
 
 
 def load_base(
@@ -120,7 +146,7 @@ def _read(
     process has read."""
     opened, trouble = None, None
     try:
-        opened = _open(source, key)
+        opened = open_source(source, key)
     except UserError as error:
         trouble = error
     raise_together(f"open the base {source}", trouble, identity)
@@ -152,34 +178,6 @@ def _read(
     except DamagedError as damage:
         raise ConfigError(f"{key}: checkpoint {checkpoint.path} is damaged: {damage}; name another copy") from damage
     return source_of(checkpoint, None), arrays, bytes_read
-
-
-def _open(source: str, key: str) -> Path | Committed:
-    """Returns the folder of Hugging Face, or the checkpoint, that the source names."""
-    if source.startswith(HUGGING_FACE_PREFIX):
-        path = Path(source.removeprefix(HUGGING_FACE_PREFIX))
-        if not path.is_dir():
-            raise missing_source(source, key)
-        return path
-    if not source_path(source.rpartition("@")[0] or source).is_dir():
-        raise missing_source(source, key)
-    checkpoint = find(source, key)
-    check_without_adapters(checkpoint, key)
-    return checkpoint
-
-
-def check_without_adapters(checkpoint: Committed, key: str) -> None:
-    """Raises `ConfigError` if the checkpoint is one of a run with adapters, which does not have all parameters."""
-    if checkpoint.manifest.base is not None:
-        raise ConfigError(
-            f"{key}: {checkpoint.path} has adapters only; merge them with their base (python -m jaxmnt.convert to-hf "
-            f"{checkpoint.path} FOLDER), and name hf:FOLDER"
-        )
-
-
-def missing_source(source: str, key: str) -> ConfigError:
-    """Returns the error for a base that is not where it was."""
-    return ConfigError(f"{key}: the base {source} is not there; name the place to which it has moved")
 
 
 def _cast_all(arrays: dict[str, Array], targets: Mapping[str, Any]) -> None:

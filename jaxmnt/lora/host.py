@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -10,12 +9,10 @@ from jaxmnt.checkpoint import digest
 from jaxmnt.checkpoint.arrays import Reader, Shape
 from jaxmnt.checkpoint.manifest import Array, Base
 from jaxmnt.checkpoint.names import arrays_by_name, parameter_of
-from jaxmnt.checkpoint.refs import find
-from jaxmnt.config.load import HUGGING_FACE_PREFIX
 from jaxmnt.errors import ConfigError
 from jaxmnt.huggingface.folder import Folder, StoredTensor
 from jaxmnt.huggingface.tensors import Part
-from jaxmnt.lora.base import check_without_adapters, missing_source
+from jaxmnt.lora.base import open_source
 from jaxmnt.models.contract import Definition
 
 
@@ -25,31 +22,27 @@ class HostBase:
     Raises `ConfigError` if the source is not there, or has no such model.
     """
 
-    def __init__(self, source: str, definition: Definition, dtypes: Mapping[str, np.dtype] | None, key: str):
-        """`definition` is that of the model without adapters. `dtypes` has the dtype in which each array is read, by
-        name; None: float32, and bfloat16 for an array of which the source has no more digits. `key` names the setting
-        or the option that gave the source."""
+    def __init__(self, source: str, definition: Definition, recorded: Base | None, key: str):
+        """`definition` is that of the model without adapters. `recorded` is the base of a run, whose arrays are read in
+        the dtypes that its manifest has; None: in float32, and in bfloat16 if the source has no more digits. `key`
+        names the setting or the option that gave the source."""
         self._shapes = {
             name: tuple(leaf.shape) for name, leaf in arrays_by_name({"params": definition.abstract}).items()
         }
-        self._dtypes = dtypes
+        self._recorded = {} if recorded is None else recorded.arrays
         self._files: _FileArrays | Reader
-        if source.startswith(HUGGING_FACE_PREFIX):
-            path = Path(source.removeprefix(HUGGING_FACE_PREFIX))
-            if not path.is_dir():
-                raise missing_source(source, key)
-            self._files = _FileArrays(Folder(path, key), definition, self._shapes)
+        opened = open_source(source, key)
+        if isinstance(opened, Path):
+            self._files = _FileArrays(Folder(opened, key), definition, self._shapes)
             self._stored = {name: self._files.dtype(name) for name in self._shapes}
         else:
-            checkpoint = find(source, key)
-            check_without_adapters(checkpoint, key)
-            arrays = checkpoint.manifest.arrays
+            arrays = opened.manifest.arrays
             for name, shape in self._shapes.items():
                 if name not in arrays or arrays[name].shape != shape:
                     raise ConfigError(
                         f"{key}: {source} is another model: its {parameter_of(name)} must have the shape {list(shape)}"
                     )
-            self._files = Reader(checkpoint, sorted(self._shapes))
+            self._files = Reader(opened, sorted(self._shapes))
             self._stored = {name: np.dtype(arrays[name].dtype) for name in self._shapes}
 
     @property
@@ -61,8 +54,8 @@ class HostBase:
 
     def dtype(self, name: str) -> np.dtype:
         """Returns the dtype in which an array is read."""
-        if self._dtypes is not None and name in self._dtypes:
-            return np.dtype(self._dtypes[name])
+        if name in self._recorded:
+            return np.dtype(self._recorded[name].dtype)
         return self._stored[name] if self._stored[name].name == "bfloat16" else np.dtype(np.float32)
 
     def chunk_shape(self, name: str) -> Shape:
@@ -120,8 +113,3 @@ class _FileArrays:
     def _stack(self, name: str) -> Shape:
         """Returns the sizes of the dimensions along which the parameter is a stack of layers or experts."""
         return self._shapes[name][: len(self._shapes[name]) - len(self._parts_of(name)[0].shape)]
-
-
-def base_dtypes(base: Base) -> dict[str, Any]:
-    """Returns the dtype in which each array of a recorded base is read."""
-    return {name: np.dtype(array.dtype) for name, array in base.arrays.items()}

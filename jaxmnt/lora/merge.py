@@ -11,7 +11,7 @@ from jaxmnt.checkpoint.manifest import DamagedError
 from jaxmnt.checkpoint.names import stored_name
 from jaxmnt.errors import UserError
 from jaxmnt.lora.base import other_base, usable_source
-from jaxmnt.lora.host import HostBase, base_dtypes
+from jaxmnt.lora.host import HostBase
 from jaxmnt.models.adapters import triples
 from jaxmnt.models.contract import Definition
 from jaxmnt.models.registry import define_model
@@ -32,8 +32,8 @@ class MergedArrays:
         self._source, self._key = source, key
         self._own = checkpoint.manifest.arrays
         self._own_reader = Reader(checkpoint, [name for name in sorted(self._own) if name.startswith("params/")])
-        self._base = HostBase(source, definition.base, base_dtypes(recorded), key)
-        read = lambda name: self._read_whole(stored_name(name))
+        self._base = HostBase(source, definition.base, recorded, key)
+        read = lambda name: self._own_reader.read_verified(stored_name(name)).astype(np.float32)
         self._adapters = {stored_name(triple.weight): (read(triple.a), read(triple.b)) for triple in triples(adapters)}
         self._changed = self._lost = 0
 
@@ -75,12 +75,6 @@ class MergedArrays:
         if name in self._own:
             return DamagedError(f"array {name} is not what was saved: its digest differs")
         return other_base([name], self._source, self._key)
-
-    def _read_whole(self, name: str) -> np.ndarray:
-        """Returns a whole array of the checkpoint in float32, after comparing it with its digest."""
-        if self._own_reader.content_digest(name) != self._own[name].content:
-            raise DamagedError(f"array {name} is not what was saved: its digest differs")
-        return self._own_reader.read(name, ()).astype(np.float32)
 
 
 def merged_arrays(checkpoint: Committed, base: str | None) -> MergedArrays:

@@ -5,7 +5,6 @@ from pathlib import Path
 
 from jaxmnt.checkpoint.arrays import Reader
 from jaxmnt.checkpoint.commit import Committed
-from jaxmnt.checkpoint.manifest import DamagedError
 from jaxmnt.checkpoint.new_run import new_folder
 from jaxmnt.config.load import HUGGING_FACE_PREFIX
 from jaxmnt.lora.peft_format import write_folder
@@ -39,9 +38,7 @@ def write_peft(checkpoint: Committed, out: Path) -> WrittenAdapters:
     with new_folder(out):
         out.mkdir(parents=True)
         for name in names:
-            if reader.content_digest(name) != checkpoint.manifest.arrays[name].content:
-                raise DamagedError(f"array {name} is not what was saved: its digest differs")
-            arrays[name] = reader.read(name, ()).astype("float32")
+            arrays[name] = reader.read_verified(name).astype("float32")
         is_folder = recorded.source.startswith(HUGGING_FACE_PREFIX)
         base = recorded.source.removeprefix(HUGGING_FACE_PREFIX) if is_folder else None
         write_folder(out, config.lora, definition, arrays, base)

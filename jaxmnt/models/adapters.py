@@ -20,7 +20,15 @@ from jax import Array
 from jaxmnt.config.lora import Lora
 from jaxmnt.errors import ConfigError, listed, printable
 from jaxmnt.models.huggingface import EXPERT, HuggingFace
-from jaxmnt.parallel.sharding import GATHERED, SCALES_AND_BIASES, Axes, is_axes, named_leaves, parameter_name
+from jaxmnt.parallel.sharding import (
+    GATHERED,
+    SCALES_AND_BIASES,
+    Axes,
+    is_axes,
+    match_names,
+    named_leaves,
+    parameter_name,
+)
 
 A_SUFFIX, B_SUFFIX = "_lora_a", "_lora_b"
 ALL_LINEAR = "all-linear"
@@ -145,17 +153,12 @@ def _also_trained(lora: Lora, leaves: Collection[str], targets: Collection[str])
     """Returns the sorted names of the parameters that `lora.also_train` matches."""
     also_trained: set[str] = set()
     for pattern in lora.also_train:
-        matches = {name for name in leaves if fnmatchcase(name, pattern)}
-        if not matches:
-            raise ConfigError(
-                f"lora.also_train: {printable(pattern)!r} matches no parameter; the parameters are "
-                f"{', '.join(sorted(leaves))}"
-            )
-        if both := sorted(matches & {*targets}):
+        matches = match_names(pattern, leaves, "lora.also_train")
+        if both := [name for name in matches if name in targets]:
             raise ConfigError(
                 f"lora.also_train: {both[0]} has an adapter, too; take it out of lora.targets, or remove it here"
             )
-        also_trained |= matches
+        also_trained.update(matches)
     return tuple(sorted(also_trained))
 
 

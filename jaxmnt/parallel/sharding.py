@@ -2,8 +2,9 @@
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 import jax
@@ -23,7 +24,7 @@ from jaxmnt.config.mesh import (
     axes_that_split,
 )
 from jaxmnt.config.schema import Config
-from jaxmnt.errors import ConfigError
+from jaxmnt.errors import ConfigError, printable
 from jaxmnt.parallel.axes import length_divisor, num_microbatches, resolve_sizes
 
 HostOf = Callable[[jax.Device], str]
@@ -299,6 +300,20 @@ def with_whole_rows(placement: Placement) -> Placement:
 def parameter_name(path: Any) -> str:
     """Returns a parameter's name, such as layers.attention.query, from its path in a tree."""
     return jax.tree_util.keystr(path, simple=True, separator=".")
+
+
+def match_names(pattern: str, names: Collection[str], key: str) -> list[str]:
+    """Returns the sorted names of parameters that a pattern matches, in which `*` stands for any text. `key` is the
+    setting that has the pattern.
+
+    Raises `ConfigError` if there are none.
+    """
+    matches = sorted(name for name in names if fnmatchcase(name, pattern))
+    if not matches:
+        raise ConfigError(
+            f"{key}: {printable(pattern)!r} matches no parameter; the parameters are {', '.join(sorted(names))}"
+        )
+    return matches
 
 
 def without_stack_axis(axes: Any) -> Any:

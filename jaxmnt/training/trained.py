@@ -1,14 +1,12 @@
 """Selection of the parameters that train. Trees of gradients and of optimizer state have None for frozen parameters."""
 
 from collections.abc import Collection, Sequence
-from fnmatch import fnmatchcase
 from typing import Any
 
 import jax
 
-from jaxmnt.errors import ConfigError
 from jaxmnt.models.contract import Definition
-from jaxmnt.parallel.sharding import is_axes, parameter_name
+from jaxmnt.parallel.sharding import is_axes, match_names, parameter_name
 
 
 def axes_by_name(axes: Any) -> dict[str, Any]:
@@ -25,10 +23,7 @@ def match_parameters(patterns: Sequence[str], axes: Any, key: str) -> dict[str, 
     """
     names, first_match = axes_by_name(axes), dict[str, int]()
     for index, pattern in enumerate(patterns):
-        matching_names = [name for name in names if fnmatchcase(name, pattern)]
-        if not matching_names:
-            raise ConfigError(f"{key}: {pattern!r} matches no parameter; the parameters are {', '.join(sorted(names))}")
-        for name in matching_names:
+        for name in match_names(pattern, names, key):
             first_match.setdefault(name, index)
     return first_match
 
