@@ -359,6 +359,14 @@ def part_context(bench: Bench) -> Result:
     return {"cases": [divided_rows.measure(case, 3) for case in cases]}
 
 
+def part_control_flow(bench: Bench) -> Result:
+    """What a condition and a loop of unknown length cost, and products in pieces."""
+    import control_flow
+
+    case = control_flow.TINY if bench.rehearse else control_flow.USUAL
+    return control_flow.measure(case, 3 if bench.rehearse else 20)
+
+
 def part_lora(bench: Bench) -> Result:
     """Adapters beside a run, all and those of attention, with the memory that was planned; the base is trained for the
     speed and memory of full training."""
@@ -394,6 +402,7 @@ PARTS: dict[str, tuple[Callable[[Bench], Result], int]] = {
     "packed": (part_packed, 240),
     "experts": (part_experts, 300),
     "context": (part_context, 120),
+    "control_flow": (part_control_flow, 120),
     "lora": (part_lora, 300),
     "muon": (part_muon, 240),
     "determinism": (part_determinism, 400),

@@ -2,15 +2,18 @@
 
     python benchmarks/plan.py                                print them
     python benchmarks/plan.py --write docs/parallelism.md    put them between that file's markers
+    python benchmarks/plan.py --save FOLDER                  write the programs instead, for benchmarks/exposed.py
 
 Needs the extra `plan`.
 """
 
 import argparse
 import contextlib
+import json
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from fnmatch import fnmatchcase
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -39,8 +42,15 @@ TABLE = (
 )  # fmt: skip
 
 
-def planned(recipe: str, mesh: dict[str, int], rows: int, chip_name: str = "h100", *more: str) -> tuple[Any, Any]:
-    """The step's spec, and the report of its program."""
+def planned(
+    recipe: str,
+    mesh: dict[str, int],
+    rows: int,
+    chip_name: str = "h100",
+    *more: str,
+    keep_text: Callable[[str], Any] = lambda text: None,
+) -> tuple[Any, Any]:
+    """The step's spec, and the report of its program. `keep_text` is called with the program's text."""
     sizes = {"data": 1, "pipeline": 1, "fsdp": 1, "model": 1} | mesh
     overrides = [*(f"mesh.{axis}={size}" for axis, size in sizes.items()), f"train.microbatch_size={rows}", *more]
     config = load_config(ROOT / "configs" / f"{recipe}.yaml", overrides)
@@ -51,7 +61,7 @@ def planned(recipe: str, mesh: dict[str, int], rows: int, chip_name: str = "h100
     from jaxmnt.training.build import build_spec
 
     spec = build_spec(config, config.model.vocab_size, devices, lambda device: str(device.process_index))
-    return spec, make_report(spec, lambda device: device.process_index, chip)
+    return spec, make_report(spec, lambda device: device.process_index, chip, keep_text=keep_text)
 
 
 def name_of(mesh: dict[str, int]) -> str:
@@ -108,10 +118,47 @@ def row(recipe: str, mesh: dict[str, int], rows: int) -> tuple[str, ...]:
     )
 
 
+PUBLISHED = ("qwen-72b", {"data": 8, "pipeline": 2, "model": 8})
+"""The recipe and the mesh of a published run of Qwen 2.5 72B on 16 hosts of 8 B300s."""
+OF_PUBLISHED = (
+    "model.preset=qwen2.5-72b", "mesh.zero=1", "data.global_batch_size=1024", "data.sequence_length=4096",
+    "train.remat=dots",
+)  # fmt: skip
+
+
+def save(folder: Path, only: str) -> None:
+    """Writes the program of each mesh, and the plan's report about it."""
+    cases: dict[str, tuple[Any, ...]] = {
+        f"{recipe}-{'-'.join(f'{axis}{size}' for axis, size in mesh.items())}-{chip}": (recipe, mesh, rows, chip)
+        for recipe in RECIPES
+        for mesh, rows in MESHES
+        for chip in EXPOSED_ON
+    }
+    for rows in (1, 2):
+        cases[f"published-b300-{rows}-rows"] = (*PUBLISHED, rows, "b300", *OF_PUBLISHED)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, case in cases.items():
+        if fnmatchcase(name, only):
+            _, report = planned(*case, keep_text=(folder / f"{name}.hlo").write_text)
+            (folder / f"{name}.json").write_text(json.dumps(report, default=str))
+            step = report["timeline"]
+            print(
+                f"{name}: step {step['step_seconds']} s, exposed {step['exposed_seconds']} s, temporary memory "
+                f"{report['memory']['temporary'] / 2**30:.2f} GiB, conditions {step['conditions']:.0f}, compiled in "
+                f"{report['compile_seconds']} s",
+                flush=True,
+            )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", type=Path, metavar="FILE", help="Markdown file with the markers")
+    parser.add_argument("--save", type=Path, metavar="FOLDER", help="write the programs of all meshes here")
+    parser.add_argument("--only", default="*", metavar="PATTERN", help="with --save: the names of the programs")
     options = parser.parse_args()
+    if options.save is not None:
+        save(options.save, options.only)
+        return
     for name, head, make in (("sent", TABLE, row), ("exposed", EXPOSED, exposed)):
         rows = [head, ("---",) * len(head), *(make(recipe, *mesh) for recipe in RECIPES for mesh in MESHES)]
         table = "\n".join("| " + " | ".join(cells) + " |" for cells in rows) + f"\n\nWith jax {version('jax')}."

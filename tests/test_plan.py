@@ -22,7 +22,7 @@ from jaxmnt.plan.costs import Costs
 from jaxmnt.plan.dry_run import cluster_size, dry_run
 from jaxmnt.plan.hlo import Program, collective_of, shapes_in
 from jaxmnt.plan.rates import Rates, rates_of
-from jaxmnt.plan.report import ideal_state_bytes, make_report
+from jaxmnt.plan.report import HOST_WAIT_SECONDS, condition_rows, ideal_state_bytes, make_report
 from jaxmnt.plan.show import _round_lines
 from jaxmnt.plan.targets import gpu_devices
 from jaxmnt.plan.timeline import replay_program
@@ -240,6 +240,26 @@ def test_links_do_not_fall_behind_in_a_loop_of_conditions():
     gather, scatter, last = step.collectives
     assert last.exposed == pytest.approx(0.5) and gather.times == pytest.approx(12 * 5 * 2 / 3)
     assert (gather.exposed, scatter.exposed) == (pytest.approx(2 * gather.times), pytest.approx(0.5 * gather.times))
+
+
+def test_conditions_are_counted_by_what_they_control():
+    """A loop of known length has none, and one of unknown length one more than iterations."""
+    before, after = OVERLAPPING.split("ENTRY")
+    after = after.replace("body=%layer", "body=%tick").replace('"n":"5"', '"n":"12"')
+    text = before + TICKS + after
+    share = lambda where: 2 / 3 if "busy" in where else None
+    step = replay_program(Program(text), 4, share=share)
+    [choice] = step.conditions
+    assert (choice.is_loop, choice.times, choice.scopes) == (False, 12, ("", "busy"))
+
+    unknown = '"known_trip_count":{"n":"5"}', '"n":"?"'
+    text = text.replace(*unknown).replace('op_name="busy"', 'op_name="busy/about_5_rounds/while"')
+    choice, loop = replay_program(Program(text), 4, share=share).conditions
+    assert loop.is_loop and "stage_forward" in loop.scopes
+    assert (choice.times, loop.times) == (12, pytest.approx(12 * 2 / 3 * (1 + 5)))
+    layer, tick = condition_rows(replay_program(Program(text), 4, share=share))
+    assert (layer["kind"], layer["of"], layer["times"]) == ("loop", "a layer forward", 48)
+    assert (tick["kind"], tick["of"], tick["seconds"]) == ("branch", "the step", pytest.approx(12 * HOST_WAIT_SECONDS))
 
 
 @pytest.mark.parametrize(

@@ -150,12 +150,17 @@ Report = dict[str, Any]
 
 
 def make_report(
-    spec: StepSpec, hosts: Callable[[jax.Device], int], chip: Chip | None, rates: Rates | None = None
+    spec: StepSpec,
+    hosts: Callable[[jax.Device], int],
+    chip: Chip | None,
+    rates: Rates | None = None,
+    keep_text: Callable[[str], Any] = lambda text: None,
 ) -> Report:
     """Compiles the step for the spec's devices and returns a report with everything about it.
 
     `hosts` maps a device to its host. `chip` determines the memory of the devices and, unless `rates` are given, their
-    rates. Without `chip` and `rates`, the report has no times.
+    rates. Without `chip` and `rates`, the report has no times. `keep_text` is called with the text of the compiled
+    program.
     """
     if rates is None and chip is not None:
         rates = rates_of(chip)
@@ -165,6 +170,7 @@ def make_report(
     step = compile_step(spec, state, memory)
     compile_seconds = time.perf_counter() - start_seconds
     text = step.as_text()
+    keep_text(text)
     needed = measure_memory(spec, state, step, None if memory is None else round(memory.usable))
     timeline = replay_step(spec, text, hosts, rates)
     fits = needed.limit is None or needed.peak <= needed.limit
@@ -192,6 +198,7 @@ def make_report(
         "prediction": None if rates is None else predict_step(spec, timeline, rates, needed.temporary).to_json(),
         "rounds": [] if rates is None else round_rows(spec, timeline),
         "besides": [] if rates is None else other_work_rows(timeline),
+        "conditions": [] if rates is None else condition_rows(timeline),
         "compile_seconds": round(compile_seconds, 1),
     }
 
@@ -250,7 +257,7 @@ def step_times(timeline: Timeline) -> dict[str, float]:
         "exposed_seconds": round(timeline.exposed, 4),
         "exposed_percent": round(100 * timeline.exposed / timeline.seconds, 2),
         "flops": round(timeline.flops),
-        "conditions": round(timeline.conditions, 3),
+        "conditions": round(sum(condition.times for condition in timeline.conditions), 3),
     }
 
 
@@ -343,19 +350,41 @@ def other_work_rows(timeline: Timeline) -> list[dict[str, Any]]:
     ]
 
 
+HOST_WAIT_SECONDS = 12e-6
+"""Time of a condition on a GPU: copying its value to the host takes 5 to 7 µs (Wu et al. 2026, arXiv:2602.21548,
+section 5.2), and launching the next work is assumed to take as long. No GPU has measured it here."""
+
+
+def condition_rows(timeline: Timeline) -> list[dict[str, Any]]:
+    """Sums up the conditions of a step by what they control. The seconds, for which the host waits, are not part of the
+    step's time."""
+    sums: dict[tuple[str, str], float] = defaultdict(float)
+    for condition in timeline.conditions:
+        sums["loop" if condition.is_loop else "branch", _describe_scopes(condition.scopes) or "the step"] += (
+            condition.times
+        )
+    return [
+        {"kind": kind, "of": source, "times": round(times, 3), "seconds": round(times * HOST_WAIT_SECONDS, 6)}
+        for (kind, source), times in sorted(sums.items(), key=lambda entry: (-entry[1], entry[0]))
+    ]
+
+
 _SCOPES = (engine.EMBED, engine.FORWARD, engine.LOSS, engine.BACKWARD, engine.EMBED_BACKWARD)
 
 
 def _describe_round(iteration: Round) -> str:
-    """Returns what a round computes, judged by the engine's scopes in it, such as a layer or the loss."""
+    """Returns what a round computes, such as a layer or the loss."""
+    return (_describe_scopes(iteration.scopes) if iteration.times > 1 else None) or "the step"
+
+
+def _describe_scopes(scopes: tuple[str, ...]) -> str | None:
+    """Returns what instructions with these scopes compute, judged by the engine's scopes, or None without any."""
     names = {
         engine.BACKWARD: "a layer backward", engine.FORWARD: "a layer forward", engine.LOSS: "the loss",
         engine.EMBED: "the embedding", engine.EMBED_BACKWARD: "the embedding backward",
     }  # fmt: skip
-    computed = [name for scope, name in names.items() if scope in iteration.scopes]
-    if len(computed) == 1 and iteration.times > 1:
-        return computed[0]
-    return "a microbatch" if computed and iteration.times > 1 else "the step"
+    computed = [name for scope, name in names.items() if scope in scopes]
+    return computed[0] if len(computed) == 1 else "a microbatch" if computed else None
 
 
 def _branch_share(spec: StepSpec) -> Callable[[str], float | None]:

@@ -178,12 +178,22 @@ def _timeline_lines(report: Report, dtype: str) -> list[str]:
             f"{timeline['exposed_percent']:g} % of the step the device waits for it"
         )
     if timeline["conditions"] and report["devices"]["kind"] != "cpu":
-        waits.append(f"        the host waits for {count(timeline['conditions'])} conditions of branches and loops")
+        waits += _conditions_text(report["conditions"])
     return [
         f"step    about {seconds_text(step['step_seconds'])}, between {seconds_text(step['from'])} and "
         f"{seconds_text(step['to'])}: {breakdown}",
         *waits,
         f"        {'as measured' if rates['measured'] else 'by data sheets'}: {_rates_text(rates, dtype)}",
+    ]
+
+
+def _conditions_text(rows: list[dict[str, Any]]) -> list[str]:
+    """Returns lines about the conditions of branches and loops, whose values a GPU copies to the host."""
+    total = sum(row["times"] for row in rows)
+    parts = [f"{count(row['times'])} of {row['kind']} {row['of']}" for row in rows[:4]]
+    return [
+        f"        the host waits for {count(total)} conditions, about "
+        f"{seconds_text(sum(row['seconds'] for row in rows))} beside the step's time: {', '.join(parts)}"
     ]
 
 

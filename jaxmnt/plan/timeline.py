@@ -61,6 +61,19 @@ class Work:
 
 
 @dataclass
+class Condition:
+    """All evaluations in a step of one condition: of branches, or of a loop whose trip count the compiler does not
+    know. On GPUs, XLA copies its value to the host, which waits for it. So nothing that comes before the condition
+    runs at the same time as what comes after it."""
+
+    is_loop: bool
+    scopes: tuple[str, ...]
+    """Scopes in the source from which the instructions of the branches, or of the loop's body, come."""
+    times: float = 0.0
+    """Number of evaluations in a step."""
+
+
+@dataclass
 class Timeline:
     """A replayed step."""
 
@@ -71,9 +84,8 @@ class Timeline:
     rounds: list[Round]
     other_work: list[Work]
     """Work other than matrix products and attention, slowest first."""
-    conditions: float = 0.0
-    """Number of conditions that are evaluated: of branches, and of loops whose trip count the compiler does not know.
-    On GPUs, the host waits for each of them."""
+    conditions: list[Condition] = field(default_factory=list)
+    """Conditions in program order."""
 
     @property
     def exposed(self) -> float:
@@ -100,7 +112,7 @@ def replay_program(
     other_work = sorted(replayer.other_work.values(), key=lambda work: -work.seconds)
     return Timeline(
         end.work, end.flops, list(replayer.collectives.values()), list(replayer.rounds.values()), other_work,
-        replayer.conditions,
+        list(replayer.conditions.values()),
     )  # fmt: skip
 
 
@@ -135,7 +147,7 @@ class _Replayer:
         self.collectives: dict[tuple[str, str], CollectiveTime] = {}
         self.rounds: dict[str, Round] = {}
         self.other_work: dict[tuple[str, str], Work] = {}
-        self.conditions = 0.0
+        self.conditions: dict[tuple[str, str], Condition] = {}
 
     def replay_computation(self, name: str, clocks: _Clocks, times: float, in_branch: bool) -> _Clocks:
         """Replays a computation that runs `times` times per step. `in_branch` is True inside a branch of a condition.
@@ -145,9 +157,9 @@ class _Replayer:
         sent_here: list[CollectiveTime] = []
         for instruction in self._program.computations[name]:
             if instruction.opcode == "while":
-                clocks = self._replay_loop(instruction, clocks, times, in_branch)
+                clocks = self._replay_loop(name, instruction, clocks, times, in_branch)
             elif instruction.opcode == "conditional":
-                clocks = self._replay_condition(instruction, clocks, times, in_branch)
+                clocks = self._replay_condition(name, instruction, clocks, times, in_branch)
             elif instruction.opcode in ("call", "async-start") and instruction.callee in self._program.computations:
                 clocks = self.replay_computation(instruction.callee, clocks, times, in_branch)
             elif (collective := collective_of(instruction, self._devices)) is not None:
@@ -208,13 +220,16 @@ class _Replayer:
             return self._rates.copy_seconds(collective.payload)
         return self._rates.collective_seconds(collective.kind, collective.payload, collective.groups, self._host_of)
 
-    def _replay_loop(self, instruction: Instruction, clocks: _Clocks, times: float, in_branch: bool) -> _Clocks:
-        """Replays two iterations of a loop. The first may wait for earlier work, and the second represents all others.
-        A loop of unknown length is replayed once."""
+    def _replay_loop(
+        self, computation: str, instruction: Instruction, clocks: _Clocks, times: float, in_branch: bool
+    ) -> _Clocks:
+        """Replays two iterations of a loop in a computation. The first may wait for earlier work, and the second
+        represents all others. A loop of unknown length is replayed once."""
         body, iterations = instruction.loop
         is_unknown = math.isnan(iterations)
-        if not instruction.is_counted_loop and not math.isnan(times):
-            self.conditions += times * (1 + (1 if is_unknown else iterations))
+        if not instruction.is_counted_loop:
+            evaluations = 1 + (1 if is_unknown else iterations)
+            self._record_condition(computation, instruction, [body], times * evaluations)
         if iterations == 0:
             return clocks
         after_first = self.replay_computation(body, clocks, math.nan if is_unknown else times, in_branch)
@@ -232,12 +247,13 @@ class _Replayer:
         )
         return _Clocks(work, links, extrapolated(after_first.flops, after_second.flops))
 
-    def _replay_condition(self, instruction: Instruction, clocks: _Clocks, times: float, in_branch: bool) -> _Clocks:
-        """Returns the weighted mean of the clocks after each branch. The weights of an outermost condition come from
-        the `share` of the replay. A nested condition always takes its longest branch."""
-        if not math.isnan(times):
-            self.conditions += times
+    def _replay_condition(
+        self, computation: str, instruction: Instruction, clocks: _Clocks, times: float, in_branch: bool
+    ) -> _Clocks:
+        """Returns the weighted mean of the clocks after each branch of a condition in a computation. The weights of an
+        outermost condition come from the `share` of the replay. A nested condition always takes its longest branch."""
         branches = instruction.branches
+        self._record_condition(computation, instruction, branches, times)
         shares = [None if in_branch else self._taken_share(branch) for branch in branches]
         if all(share is None for share in shares):
             longest = max(branches, key=lambda branch: len(self._program.computations[branch]))
@@ -269,8 +285,23 @@ class _Replayer:
         recorded.times += times
         recorded.seconds = seconds
         recorded.collectives = sent_here
-        op_names = (instruction.op_name for instruction in self._program.computations[name])
-        recorded.scopes = tuple(sorted({scope for op_name in op_names for scope in op_name.split("/")}))
+        recorded.scopes = self._scopes([name])
+
+    def _record_condition(
+        self, computation: str, instruction: Instruction, controlled: list[str], times: float
+    ) -> None:
+        """Records evaluations of a condition. `controlled` are the computations that it may run. `times` is NaN within
+        a loop of unknown length, whose conditions are not counted."""
+        if math.isnan(times):
+            return
+        is_loop = instruction.opcode == "while"
+        condition = Condition(is_loop, self._scopes(controlled))
+        self.conditions.setdefault((computation, instruction.name), condition).times += times
+
+    def _scopes(self, names: list[str]) -> tuple[str, ...]:
+        """Returns the sorted scopes in the source from which the instructions of computations come."""
+        op_names = (instruction.op_name for name in names for instruction in self._program.computations[name])
+        return tuple(sorted({scope for op_name in op_names for scope in op_name.split("/")}))
 
 
 def _wait_for(
