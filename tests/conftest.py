@@ -98,6 +98,15 @@ def quick_tests_compile_for_cpus_only(request, monkeypatch):
         monkeypatch.setattr(topologies, "get_topology_desc", refuse)
 
 
+@pytest.fixture(autouse=True)
+def signals_are_restored():
+    """A command that is called in this process may end with signals ignored, and so would what later tests start."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
 @pytest.fixture(scope="session")
 def prepared(tmp_path_factory) -> Path:
     """Prepared data of 40 documents in small shards, about a tenth of it held out."""
