@@ -8,6 +8,7 @@ dropped. A sink that blocks loses lines when its queue is full.
 import importlib
 import importlib.util
 import re
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -124,6 +125,12 @@ class Sinks:
     """Passes lines on to all sinks of a run. Methods may be called from any thread."""
 
     def __init__(self, names: Sequence[str], run: SinkRun):
+        # Before 3.11.8, CPython raises SystemError when two threads build syntax trees at once, as the import of wandb
+        # does, so packages are imported before threads exist (https://github.com/python/cpython/issues/106905).
+        if sys.version_info < (3, 11, 8):
+            for name in names:
+                with suppress(Exception):  # the sink's thread imports it again, and reports the error
+                    importlib.import_module(name if name in _CLASSES else name.rpartition(".")[0])
         self._queues = {
             name: BackgroundQueue(f"sink {name}", partial(_feed, name, run), gather_seconds=_GATHER_SECONDS)
             for name in names
