@@ -309,6 +309,13 @@ def share_of(axis: str, x: Array, placement: Placement) -> Array:
     return x / placement.num_shards(axis)
 
 
+def gather_over(axis: str, x: Array, placement: Placement) -> Array:
+    """Returns x of all devices that share a logical axis, stacked in front. It has no gradient."""
+    mesh_axes = placement.mesh_axes(axis)
+    x = jax.lax.stop_gradient(x)
+    return jax.lax.all_gather(x, mesh_axes) if mesh_axes else x[None]
+
+
 def max_over(axis: str, x: Array, placement: Placement) -> Array:
     """Returns the maximum over the pieces of a logical axis. It has no gradient."""
     mesh_axes = placement.mesh_axes(axis)

@@ -3,10 +3,10 @@
 Shapes: T tokens (B · L flattened), C tokens of a chunk, D model, V a device's part of the vocabulary.
 
 Only the logits of one chunk of tokens exist at a time, in float32, and each device has its part of the vocabulary. A
-loss is a differentiable function of one chunk's `Logits`, whose methods return results over the whole vocabulary: per
-token, devices exchange one maximum and four sums. The loss is a sum, so its gradient is known up to a scalar as soon as
-the logits are, and is computed with them. Nothing is computed twice, and the head's gradient is one array, so that the
-head is gathered and reduced once rather than once per chunk.
+loss is a differentiable function of one chunk's `Logits`, whose methods return results over the whole vocabulary. For
+cross-entropy, devices exchange three numbers per token, once. The loss is a sum, so its gradient is known up to a
+scalar as soon as the logits are, and is computed with them. Nothing is computed twice, and the head's gradient is one
+array, so that the head is gathered and reduced once rather than once per chunk.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ from jaxmnt.config.own_code import import_dotted, own_settings
 from jaxmnt.config.schema import Train
 from jaxmnt.errors import ConfigError, printable
 from jaxmnt.models.layers import zeros_after
-from jaxmnt.parallel.collectives import index_along, max_over, share_of, sum_over, with_backward
+from jaxmnt.parallel.collectives import gather_over, index_along, max_over, share_of, sum_over, with_backward
 from jaxmnt.parallel.sharding import Placement, build_mesh
 
 
@@ -115,8 +115,9 @@ def cross_entropy(logits: Logits, tokens: Tokens, train: Train) -> LossSums:
     With z the logarithm of the partition function, the minimised loss is ce + z_loss · z² (PaLM, arXiv:2204.02311,
     section 5).
     """
-    log_z_C = logits.log_sum_exp()
-    cross_entropy_sum = jnp.sum((log_z_C - logits.pick(tokens["targets"])) * tokens["weights"])
+    is_target_CV = tokens["targets"][:, None] == logits.ids_V
+    log_z_C, target_logit_C = _log_z_and_target_logit(logits.placement, logits.values_CV, is_target_CV)
+    cross_entropy_sum = jnp.sum((log_z_C - target_logit_C) * tokens["weights"])
     penalty = train.z_loss * jnp.sum(jnp.square(log_z_C) * tokens["weights"])
     return LossSums(cross_entropy_sum + penalty, cross_entropy_sum)
 
@@ -157,6 +158,38 @@ def _log_sum_exp(placement: Placement, logits_CV: Array) -> tuple[Array, tuple[A
     exponentials_CV = jnp.exp(logits_CV - largest_C1)
     partition_C = sum_over("vocab", jnp.sum(exponentials_CV, axis=-1), placement)
     return largest_C1[:, 0] + jnp.log(partition_C), (exponentials_CV, partition_C)
+
+
+def _log_z_and_target_logit_gradient(
+    placement: Placement, residuals: tuple[Array, Array, Array], gradients: tuple[Array, Array]
+) -> tuple[Array, None]:
+    exponentials_CV, inverse_partition_C, is_target_CV = residuals
+    # All devices that share the vocabulary have the same share of these gradients, so they need not be summed.
+    log_z_gradient_C, logit_gradient_C = (placement.num_shards("vocab") * gradient_C for gradient_C in gradients)
+    values_gradient_CV = exponentials_CV * (log_z_gradient_C * inverse_partition_C)[:, None]
+    return values_gradient_CV + jnp.where(is_target_CV, logit_gradient_C[:, None], 0), None
+
+
+@with_backward(_log_z_and_target_logit_gradient, static=1)
+def _log_z_and_target_logit(
+    placement: Placement, logits_CV: Array, is_target_CV: Array
+) -> tuple[tuple[Array, Array], tuple[Array, Array, Array]]:
+    """Returns, for each token, the logarithm of the partition function and the logit of its target, [C] each.
+
+    Devices exchange their results once. All of them must compute the same loss from what this returns. N stands for
+    the devices that share the vocabulary.
+    """
+    # A device without ids of the data's vocabulary has logits of minus infinity alone.
+    largest_C = jnp.maximum(jnp.max(logits_CV, axis=-1), jnp.finfo(logits_CV.dtype).min)
+    exponentials_CV = jnp.exp(logits_CV - largest_C[:, None])
+    target_logit_C = jnp.sum(jnp.where(is_target_CV, logits_CV, 0), axis=-1)
+    own_results_3C = jnp.stack([largest_C, jnp.sum(exponentials_CV, axis=-1), target_logit_C])
+    largest_NC, partition_NC, target_logit_NC = jnp.moveaxis(gather_over("vocab", own_results_3C, placement), 1, 0)
+    largest_of_all_C = jnp.max(largest_NC, axis=0)
+    partition_C = jnp.sum(partition_NC * jnp.exp(largest_NC - largest_of_all_C), axis=0)
+    inverse_partition_C = jnp.exp(largest_C - largest_of_all_C) / partition_C
+    log_z_C = largest_of_all_C + jnp.log(partition_C)
+    return (log_z_C, jnp.sum(target_logit_NC, axis=0)), (exponentials_CV, inverse_partition_C, is_target_CV)
 
 
 # -- chunk by chunk
