@@ -68,6 +68,9 @@ def name_of(mesh: dict[str, int]) -> str:
     return " × ".join(f"{axis} {size}" for axis, size in mesh.items())
 
 
+WITHOUT_OVERLAP = ("mesh.prefetch=false", "model.overlap=off", "train.overlap_microbatches=false")
+
+
 def exposed(recipe: str, mesh: dict[str, int], rows: int) -> tuple[str, ...]:
     """What of a step is communication that nothing hides, on each chip: as it is, and without what is there to hide
     it."""
@@ -75,7 +78,7 @@ def exposed(recipe: str, mesh: dict[str, int], rows: int) -> tuple[str, ...]:
     for chip in EXPOSED_ON:
         now = planned(recipe, mesh, rows, chip)[1]["timeline"]
         with left_to_xla():
-            before = planned(recipe, mesh, rows, chip, "mesh.prefetch=false", "model.overlap=off")[1]["timeline"]
+            before = planned(recipe, mesh, rows, chip, *WITHOUT_OVERLAP)[1]["timeline"]
         told = (f"{step['step_seconds']:.1f} s: {step['exposed_percent']:.1f} %" for step in (now, before))
         cells.append("{} ({})".format(*told))
     return tuple(cells)
@@ -85,15 +88,18 @@ def exposed(recipe: str, mesh: dict[str, int], rows: int) -> tuple[str, ...]:
 def left_to_xla() -> Iterator[None]:
     """Inside, compile options are XLA's own: what XLA_FLAGS names is not set. XLA has read the variable already."""
     before = os.environ.get("XLA_FLAGS", "")
-    names = "xla_gpu_experimental_parallel_collective_overlap_limit xla_gpu_memory_limit_slop_factor"
-    os.environ["XLA_FLAGS"] = f"{before} {names}"
+    names = (
+        "xla_gpu_experimental_parallel_collective_overlap_limit", "xla_gpu_memory_limit_slop_factor",
+        "xla_gpu_enable_triton_gemm",
+    )  # fmt: skip
+    os.environ["XLA_FLAGS"] = " ".join((before, *names))
     try:
         yield
     finally:
         os.environ["XLA_FLAGS"] = before
 
 
-EXPOSED_ON = ("h100", "h200", "b200")
+EXPOSED_ON = ("h100", "h200", "b200", "b300")
 EXPOSED = ("model", "mesh", "rows", *(name.upper() for name in EXPOSED_ON))
 
 

@@ -68,6 +68,13 @@ class NamedFirstAndLast(RoutedLlama):
         return [LayerGroup("first", ("llama",), 1), LayerGroup("last", ("llama",), self.config.num_layers - 1)]
 
 
+class TwoGroups(Llama):
+    """Llama's layers in two groups, of three layers and of the rest."""
+
+    def groups(self):
+        return [LayerGroup("first", ("layer",), 3), LayerGroup("last", ("layer",), self.config.num_layers - 3)]
+
+
 class TwoMLPs(Block):
     """A Llama layer with a second MLP for the tokens at even positions."""
 

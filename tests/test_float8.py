@@ -190,7 +190,7 @@ def test_a_run_learns_as_it_does_in_float32(tiny, tmp_path):
         (("train.precision=bfloat16",), 0, 3 * 7 + 3),
         (("train.remat=full",), 3 * 7 + 6, 3),  # forward once more, but for the last, which backward does not need
         # In four pieces, forward and the gradient of x; keys and values are too small.
-        (RING_OF_4, 5 * (4 + 4 + 1), 2 * (4 + 4 + 1) + 3),
+        ((*RING_OF_4, "train.overlap_microbatches=false"), 5 * (4 + 4 + 1), 2 * (4 + 4 + 1) + 3),
     ],
 )
 def test_the_gpu_multiplies_in_float8_what_should_be_and_nothing_else(monkeypatch, overrides, in_float8, others):

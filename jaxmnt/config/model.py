@@ -149,7 +149,8 @@ class Model(Section):
     overlap: Literal["auto", "off", "ring", "rows"] = key(
         "auto",
         "With mesh.model: what is computed while activations are sent. rows: the other half of a microbatch; ring: "
-        "other pieces of the same rows; auto: on GPUs, rows if a microbatch has two, else ring for large products.",
+        "other pieces of the same rows; auto: on GPUs, rows if a microbatch has two, else ring for large products, "
+        "unless train.overlap_microbatches overlaps them.",
     )
 
     @field_validator("overlap", mode="before")

@@ -77,6 +77,10 @@ class Train(Section):
     microbatch_size: int | None = key(
         None, "Rows of a batch shard per microbatch. Default: all rows, so gradients are not accumulated.", ge=1
     )
+    overlap_microbatches: bool | None = key(
+        None, "Run the forward pass of a microbatch beside the backward pass of another, so that one computes while "
+        "the other communicates. Default: true in pipelines, and on GPUs with mesh.model.",
+    )  # fmt: skip
     precision: Literal["auto", "float32", "bfloat16", "float8"] = maths_key(
         "auto", "Compute precision. auto: bfloat16 on GPUs, float32 on CPUs. float8: bfloat16, except that the "
         "attention projections and the MLP use float8. params_dtype sets the dtype of the parameters.",

@@ -130,6 +130,8 @@ class Placement:
     mesh: jax.sharding.Mesh
     rules: dict[str, tuple[str, ...]] = field(default_factory=lambda: RULES)
     overlap: Overlap = "off"
+    overlaps_microbatches: bool = False
+    """True if a step runs the forward of a microbatch beside the backward of another wherever its schedule allows."""
 
     @functools.cached_property
     def sizes(self) -> dict[str, int]:
@@ -225,6 +227,7 @@ def build_placement(config: Config, mesh: jax.sharding.Mesh, stacks: Sequence[st
     rules |= _expert_rules(config, mesh)
     placement = Placement(mesh, rules)
     _check_divisible(config, placement)
+    placement = replace(placement, overlaps_microbatches=_overlaps_microbatches(config, placement, len(stacks)))
     return replace(placement, overlap=_choose_overlap(config, placement))
 
 
@@ -264,7 +267,8 @@ about 12 µs, which is a small part of its time if the piece has at least about 
 
 def _choose_overlap(config: Config, placement: Placement) -> Overlap:
     """Returns the overlap that `model.overlap` sets. `auto` chooses `off` on CPUs, where communication blocks the
-    device anyway. Elsewhere it chooses `rows` if a microbatch has several rows, else `ring` if the pieces are large."""
+    device anyway. Elsewhere it chooses `rows` if a microbatch has several rows. Otherwise it chooses `ring` if the
+    pieces are large and no other microbatch computes while they travel."""
     requested_overlap = config.model.overlap
     shards = placement.num_shards("sequence")
     shard_rows = config.data.global_batch_size // placement.batch_shards
@@ -288,7 +292,47 @@ def _choose_overlap(config: Config, placement: Placement) -> Overlap:
     piece_tokens = rows * placement.local_length(config.data.sequence_length)
     mlp_width = config.model.intermediate_size or 0
     is_large = piece_tokens >= _MIN_RING_TOKENS and mlp_width >= _MIN_RING_WIDTH * placement.num_shards("mlp")
-    return "ring" if is_large and placement.stages == 1 else "off"
+    return "ring" if is_large and placement.stages == 1 and not placement.overlaps_microbatches else "off"
+
+
+_MIN_MICROBATCHES = 8
+"""The minimum number of microbatches for which two run side by side by default without a pipeline. With fewer, too
+small a part of the step gains."""
+
+
+def _overlaps_microbatches(config: Config, placement: Placement, groups: int) -> bool:
+    """Returns the value of `train.overlap_microbatches`, or its default for a model with this number of groups of
+    layers.
+
+    The default is True in a pipeline. Without one it is True on GPUs if `model` splits the layers. Routed experts have
+    conditions, across which nothing overlaps; with several groups, residuals of two microbatches would be stored; and
+    rows that are divided over `context` gain 1 % for 6 % more memory.
+
+    Raises `ConfigError` for settings that need the microbatches one after another.
+    """
+    requested = config.train.overlap_microbatches
+    if placement.stages > 1:
+        return requested is not False
+    obstacles = {
+        "telemetry.noise_scale": config.telemetry.noise_scale, "train.remat_offload": bool(config.train.remat_offload),
+    }  # fmt: skip
+    obstacle = next((key for key, is_set in obstacles.items() if is_set), None)
+    if requested and obstacle:
+        raise ConfigError(
+            f"train.overlap_microbatches: {obstacle} needs one microbatch after another; remove one of the two settings"
+        )
+    if requested is not None:
+        return requested
+    if obstacle or placement.on_cpu or groups > 1 or placement.num_shards("length") > 1:
+        return False
+    return pays_to_overlap_microbatches(
+        config, placement.num_shards("sequence"), num_microbatches(config, placement.sizes)
+    )
+
+
+def pays_to_overlap_microbatches(config: Config, sequence_shards: int, microbatches: int) -> bool:
+    """Returns True if a step without a pipeline should run two microbatches side by side on GPUs."""
+    return sequence_shards > 1 and microbatches >= _MIN_MICROBATCHES and config.model.num_experts is None
 
 
 def with_whole_rows(placement: Placement) -> Placement:

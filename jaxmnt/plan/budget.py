@@ -199,8 +199,8 @@ def gathered_in_float8(spec: StepSpec) -> set[str]:
 
 def small_traffic_bound(spec: StepSpec) -> float:
     """Returns an upper bound, in bytes per step, on what `minimum_traffic` leaves out. This is scales, biases, the sums
-    of routers' gradients over `model`, the segments of divided rows, and for the loss, in every tick of a pipeline, what
-    devices that share the vocabulary exchange: three numbers per token of each of them, or five sums for a loss of the
+    of routers' gradients over `model`, and the segments of divided rows. For the loss, in every tick of a pipeline,
+    devices that share the vocabulary exchange three numbers per token of each of them, or five sums for a loss of the
     user's own."""
     small = [leaf for _, leaf, names in parameters_of(spec) if (SCALES_AND_BIASES | {"router"}) & {*names}]
     elements = sum(map(elements_per_device, small))

@@ -26,8 +26,10 @@ from jaxmnt.training import engine
 from jaxmnt.training.build import build_spec
 from jaxmnt.training.compile import compile_step, measure_memory
 from jaxmnt.training.compiler_options import GpuMemory
+from jaxmnt.training.device_step import BACKWARD, EMBED, EMBED_BACKWARD, FORWARD, LOSS, STEADY
 from jaxmnt.training.memory_suggestions import find_memory_suggestions, parameters_of
 from jaxmnt.training.noise import small_batches
+from jaxmnt.training.pipeline_schedule import schedule_table
 from jaxmnt.training.spec import StepSpec
 from jaxmnt.training.state import abstract_state, bytes_per_device, relayout_bytes
 from jaxmnt.units import size
@@ -116,6 +118,8 @@ def _without_effect(spec: StepSpec) -> list[str]:
     reasons = {
         "mesh.prefetch": bool(config.mesh.prefetch) and not spec.prefetch and "no weights of layers are gathered",
         "model.overlap": config.model.overlap in ("ring", "rows") and placement.overlap == "off" and "mesh.model is 1",
+        "train.overlap_microbatches": bool(config.train.overlap_microbatches) and not spec.schedule.steady_ticks
+        and "the step has too few microbatches, or its schedule is gpipe",
         "telemetry.noise_scale": config.telemetry.noise_scale and small_batches(spec) is None
         and "no device has the gradient of some of the rows alone",
         "train.remat_save": bool(config.train.remat_save) and config.train.remat != "names"
@@ -369,7 +373,7 @@ def condition_rows(timeline: Timeline) -> list[dict[str, Any]]:
     ]
 
 
-_SCOPES = (engine.EMBED, engine.FORWARD, engine.LOSS, engine.BACKWARD, engine.EMBED_BACKWARD)
+_SCOPES = (EMBED, FORWARD, LOSS, BACKWARD, EMBED_BACKWARD)
 
 
 def _describe_round(iteration: Round) -> str:
@@ -380,26 +384,27 @@ def _describe_round(iteration: Round) -> str:
 def _describe_scopes(scopes: tuple[str, ...]) -> str | None:
     """Returns what instructions with these scopes compute, judged by the engine's scopes, or None without any."""
     names = {
-        engine.BACKWARD: "a layer backward", engine.FORWARD: "a layer forward", engine.LOSS: "the loss",
-        engine.EMBED: "the embedding", engine.EMBED_BACKWARD: "the embedding backward",
+        BACKWARD: "a layer backward", FORWARD: "a layer forward", LOSS: "the loss", EMBED: "the embedding",
+        EMBED_BACKWARD: "the embedding backward",
     }  # fmt: skip
     computed = [name for scope, name in names.items() if scope in scopes]
+    if computed == [names[BACKWARD], names[FORWARD]]:
+        return "a layer backward and one forward"
     return computed[0] if len(computed) == 1 else "a microbatch" if computed else None
 
 
 def _branch_share(spec: StepSpec) -> Callable[[str], float | None]:
-    """Returns a function that maps an operation's scope to the share of ticks in which its branch is taken."""
-    schedule = spec.schedule
-    layer_share = schedule.microbatches * schedule.chunks / schedule.ticks
-    end_share = schedule.microbatches / schedule.ticks
-    shares = {
-        engine.FORWARD: layer_share, engine.BACKWARD: layer_share,
-        engine.LOSS: end_share, engine.EMBED: end_share, engine.EMBED_BACKWARD: end_share,
-    }  # fmt: skip
+    """Returns a function that maps an operation's scope to the share of ticks, steady ones or others, in which its
+    branch is taken."""
+    arrays = schedule_table(spec.schedule).arrays
+    is_steady = np.isin(np.arange(spec.schedule.ticks), spec.schedule.steady_ticks)
+    has_work = {FORWARD: arrays["forward"][..., 0] >= 0, BACKWARD: arrays["backward"][..., 0] >= 0}
+    has_work |= {scope: arrays[scope] >= 0 for scope in (LOSS, EMBED, EMBED_BACKWARD)}
 
     def share_of(op_name: str) -> float | None:
         scopes = op_name.split("/")
-        return next((share for scope, share in shares.items() if scope in scopes), None)
+        ticks = is_steady if STEADY in scopes else ~is_steady
+        return next((float(active[ticks].mean()) for scope, active in has_work.items() if scope in scopes), None)
 
     return share_of
 

@@ -125,7 +125,12 @@ def _plan_schedule(config: Config, definition: Definition, placement: Placement)
         slots = unit_slots(definition.groups, stages, chunks, pipeline.layers if stages > 1 else None)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    return build_schedule(name, stages, num_microbatches(config, placement.sizes), chunks), slots
+    has_one_group = len(slots) == 1
+    schedule = build_schedule(
+        name, stages, num_microbatches(config, placement.sizes), chunks,
+        side_by_side=placement.overlaps_microbatches, reuses_slots=has_one_group,
+    )  # fmt: skip
+    return schedule, slots
 
 
 def _plan_layout(config: Config, slots: Slots, placement: Placement) -> Layout:

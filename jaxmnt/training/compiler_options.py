@@ -26,22 +26,31 @@ def compiler_options(spec: StepSpec, level: str) -> dict[str, Any]:
 
     On GPUs the weights of a layer are gathered in one all-gather, because each all-gather takes as many ring steps as
     there are devices. The weights of the embedding and the head are larger and are gathered separately. The gathers are
-    not combined if weights are gathered once per step and layers work on halves of the rows, because XLA would also
-    combine the gathers of the two halves. If layers communicate along several axes, up to four collectives may run at
-    once. By default XLA runs one at a time, so that a gather between hosts would block gathers within hosts. Running
-    several is safe, because all devices start collectives in the same order and groups along two axes share only one
-    device.
+    not combined if weights are gathered once per step and layers run side by side, on halves of the rows or in a
+    pipeline, because XLA would also combine the gathers of the two layers, which would then wait for each other. For
+    the same reason reduce-scatters of activations are not combined in a pipeline. If layers communicate along several
+    axes, up to four collectives may run at once, or eight if layers of two microbatches run side by side. By default
+    XLA runs one at a time, so that a gather between hosts would block gathers within hosts. Running several is safe,
+    because all devices start collectives in the same order and groups along two axes share only one device.
+
+    Matrix products are calls of cuBLAS. XLA's scheduler knows that these take long, and fills the time of collectives
+    with them. It takes a product in Triton for a short operation.
     """
     if spec.placement.on_cpu:
         return cpu_options(spec.dtype, level)
     options: dict[str, Any] = {}
-    gathered_once = spec.zero < 3
-    combine_gathers = spec.prefetch or (gathered_once and spec.placement.overlap != "rows")
+    if _is_supported(_TRITON_PRODUCTS):
+        options[_TRITON_PRODUCTS] = False
+    gathered_once, overlaps_microbatches = spec.zero < 3, bool(spec.schedule.steady_ticks)
+    runs_side_by_side = spec.placement.overlap == "rows" or overlaps_microbatches
+    combine_gathers = spec.prefetch or (gathered_once and not runs_side_by_side)
     layer_bytes = _largest_layer_bytes(spec) if combine_gathers else 0
     if layer_bytes:
         options["xla_gpu_all_gather_combine_threshold_bytes"] = layer_bytes
+    if overlaps_microbatches:
+        options["xla_gpu_reduce_scatter_combine_threshold_bytes"] = _scattered_bytes(spec)
     if spec.placement.num_layer_axes > 1 and _is_supported(_COLLECTIVE_OVERLAP_LIMIT, 4):
-        options[_COLLECTIVE_OVERLAP_LIMIT] = 4
+        options[_COLLECTIVE_OVERLAP_LIMIT] = 8 if overlaps_microbatches else 4
     return _without_user_flags(options)
 
 
@@ -75,6 +84,16 @@ def _without_user_flags(options: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if name not in os.environ.get("XLA_FLAGS", "")}
 
 
+def _scattered_bytes(spec: StepSpec) -> int:
+    """Returns the size in bytes of the smallest piece of activations that a layer scatters: a device's piece of the
+    length, of all or half of the rows of a microbatch."""
+    config, placement = spec.config, spec.placement
+    rows = spec.microbatch_rows // (2 if placement.overlap == "rows" else 1)
+    length = placement.local_length(config.data.sequence_length)
+    assert config.model.hidden_size is not None
+    return rows * length * config.model.hidden_size * spec.dtype.itemsize
+
+
 def _largest_layer_bytes(spec: StepSpec) -> int:
     """Returns the size in bytes of the largest layer's gathered weights, in the compute dtype."""
     params, axes, placement = abstract_state(spec)["params"], spec.definition.axes, spec.placement
@@ -96,6 +115,9 @@ def _largest_layer_bytes(spec: StepSpec) -> int:
 
 _COLLECTIVE_OVERLAP_LIMIT = "xla_gpu_experimental_parallel_collective_overlap_limit"
 """The option that sets how many collectives may run at once."""
+
+_TRITON_PRODUCTS = "xla_gpu_enable_triton_gemm"
+"""The option that lets XLA compile matrix products with Triton."""
 
 _FUSION_EMITTERS = "xla_cpu_use_fusion_emitters"
 """An option of jaxlib 0.10. Version 0.12 removed it, because that version has only the newer emitters."""

@@ -9,14 +9,18 @@ phase in which it is idle. With p stages, m microbatches and v chunks, all sched
 microbatches leaves gaps. The schedules differ in the number of microbatches whose activations a stage stores:
 
 gpipe        all forwards, then all backwards (Huang et al. 2018, arXiv:1811.06965): m
-1f1b         each backward as early as possible (Narayanan et al. 2019, arXiv:1806.03377): 2 (p - stage) - 1
+1f1b         each backward in the tick after the previous one (Narayanan et al. 2019, arXiv:1806.03377): 2 (p - stage)
 interleaved  1f1b with several chunks per stage (Narayanan et al. 2021, arXiv:2104.04473) and a smaller bubble:
-             (v - 1) p + 2 (p - stage) - 1 chunks
+             (v - 1) p + 2 (p - stage) chunks
+
+A forward in a steady tick reuses the slot of the backward beside it. So no stage stores more than (v + 1) p - 1 chunks,
+if the model has one group of layers.
 
 With a separate program for each stage, 1f1b would store only p - stage microbatches. In one program for all stages
 every exchange synchronises the neighbours, so more microbatches are in flight.
 """
 
+import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -38,6 +42,16 @@ PhaseTable = tuple[tuple[Work | None, ...], ...]
 """The work in a phase, indexed [tick][stage]."""
 
 
+class Slot(NamedTuple):
+    """Where a stage stores the residuals of a pass from its forward to its backward."""
+
+    number: int = 0
+    is_reversed: int = 0
+    """1 if the slot has the residuals of the chunk's last unit first, else 0. In a steady tick the forward runs the
+    units in the opposite order of the backward beside it. So it can store each unit's residuals where the backward has
+    just read some, if it reverses the slot."""
+
+
 @dataclass(frozen=True)
 class PipelineSchedule:
     """The work of each stage in each tick. `backward` is empty for evaluation."""
@@ -48,33 +62,66 @@ class PipelineSchedule:
     microbatches: int
     forward: PhaseTable
     backward: PhaseTable
+    side_by_side: bool = False
+    """True if backward begins a tick later than it could, so that a tick's forward and backward do not need each
+    other."""
+    reuses_slots: bool = True
+    """True if a forward in a steady tick takes the slot of the backward beside it, which requires that all layers of
+    the model belong to one group."""
 
     @property
     def ticks(self) -> int:
         return len(self.forward)
 
+    @functools.cached_property
+    def steady_ticks(self) -> range:
+        """The longest run of ticks in which every stage has a forward and a backward that do not need each other."""
+        if not self.side_by_side:
+            return range(0)
+        ticks_and_work = zip(self.forward, self.backward, strict=True)
+        has_both = [None not in (*forward, *backward) for forward, backward in ticks_and_work]
+        longest = range(0)
+        for is_steady, ticks in itertools.groupby(range(len(has_both)), key=has_both.__getitem__):
+            run = list(ticks)
+            if is_steady and len(run) > len(longest):
+                longest = range(run[0], run[-1] + 1)
+        return longest
+
     def in_flight(self, stage: int) -> int:
         """Returns the maximum number of chunk inputs that a stage stores at a time."""
         stored_inputs, max_stored_inputs = 0, 0
-        for forward, backward in zip(self.forward, self.backward, strict=True):
-            stored_inputs += forward[stage] is not None
-            max_stored_inputs = max(max_stored_inputs, stored_inputs)
-            stored_inputs -= backward[stage] is not None
+        for tick in range(self.ticks):
+            has_forward = self.forward[tick][stage] is not None
+            has_backward = self.backward[tick][stage] is not None
+            shared_inputs = self._reuses_slot(tick)
+            max_stored_inputs = max(max_stored_inputs, stored_inputs + has_forward - shared_inputs)
+            stored_inputs += has_forward - has_backward
         return max_stored_inputs
 
-    def assign_slots(self) -> tuple[list[list[int]], list[list[int]], int]:
+    def _reuses_slot(self, tick: int) -> bool:
+        """Returns True if the forwards of a tick take the slots of the backwards."""
+        return self.reuses_slots and tick in self.steady_ticks
+
+    def assign_slots(self) -> tuple[list[list[Slot]], list[list[Slot]], int]:
         """Assigns slots in which each stage stores residuals from each forward to its backward. Returns the slots that
-        forwards write and those that backwards read, [tick][stage] with 0 for idle phases, and the number of slots."""
+        forwards write and those that backwards read, [tick][stage] with `Slot()` for idle phases, and the number of
+        slots."""
         slot_count = max(self.in_flight(stage) for stage in range(self.stages))
-        write_slots = [[0] * self.stages for _ in range(self.ticks)]
-        read_slots = [[0] * self.stages for _ in range(self.ticks)]
+        write_slots = [[Slot()] * self.stages for _ in range(self.ticks)]
+        read_slots = [[Slot()] * self.stages for _ in range(self.ticks)]
         for stage in range(self.stages):
-            free_slots, slot_of_work = list(range(slot_count)), {}
+            free_slots, slot_of_work = [Slot(number) for number in range(slot_count)], dict[Work, Slot]()
             for tick in range(self.ticks):
-                if (work := self.forward[tick][stage]) is not None:
-                    write_slots[tick][stage] = slot_of_work[work] = free_slots.pop(0)
-                if (work := self.backward[tick][stage]) is not None:
-                    read_slots[tick][stage] = slot_of_work.pop(work)
+                forward, backward = self.forward[tick][stage], self.backward[tick][stage]
+                if backward is not None and self._reuses_slot(tick):
+                    read_slots[tick][stage] = slot = slot_of_work.pop(backward)
+                    assert forward is not None
+                    write_slots[tick][stage] = slot_of_work[forward] = Slot(slot.number, 1 - slot.is_reversed)
+                    continue
+                if forward is not None:
+                    write_slots[tick][stage] = slot_of_work[forward] = free_slots.pop(0)
+                if backward is not None:
+                    read_slots[tick][stage] = slot_of_work.pop(backward)
                     free_slots.append(read_slots[tick][stage])
         return write_slots, read_slots, slot_count
 
@@ -152,12 +199,27 @@ def _ticks_of_work(phase: PhaseTable) -> dict[tuple[int, int], int]:
     return ticks
 
 
-def build_schedule(name: str, stages: int, microbatches: int, chunks: int = 1) -> PipelineSchedule:
-    """Returns the schedule with this name: gpipe, 1f1b, interleaved, or forward (no backward, for evaluation)."""
+def build_schedule(
+    name: str,
+    stages: int,
+    microbatches: int,
+    chunks: int = 1,
+    *,
+    side_by_side: bool | None = None,
+    reuses_slots: bool = True,
+) -> PipelineSchedule:
+    """Returns the schedule with this name: gpipe, 1f1b, interleaved, or forward (no backward, for evaluation).
+
+    1f1b and interleaved run a forward and a backward side by side if `side_by_side`, by default in a pipeline, and if
+    at least half of the ticks are then steady.
+    """
     assert stages >= 1 and microbatches >= 1 and chunks >= 1
     entries = list(_first_stage_entries(stages, microbatches, chunks))
-    # Backward begins after all forwards, or in the tick in which the first loss is computed.
-    first_backward_tick = entries[-1][0] + stages if name == "gpipe" else stages * chunks - 1
+    has_steady_ticks = name in ("1f1b", "interleaved") and (stages > 1 if side_by_side is None else side_by_side)
+    # Backward begins after all forwards, in the tick of the first loss, or one tick later, so that a stage's backward
+    # never needs the forward of the same tick.
+    first_loss_tick = stages * chunks - 1
+    first_backward_tick = entries[-1][0] + stages if name == "gpipe" else first_loss_tick + has_steady_ticks
     # Work moves one stage per tick, from the first stage to the last in the forward pass, and the other way in the
     # backward pass.
     forward = [(tick + stage, stage, work) for tick, work in entries for stage in range(stages)]
@@ -172,7 +234,10 @@ def build_schedule(name: str, stages: int, microbatches: int, chunks: int = 1) -
     schedule = PipelineSchedule(
         name, stages, chunks, microbatches,
         _phase_table(forward, ticks, stages), _phase_table(backward, ticks, stages) if backward else (),
+        has_steady_ticks, reuses_slots,
     )  # fmt: skip
+    if has_steady_ticks and 2 * len(schedule.steady_ticks) < ticks:
+        return build_schedule(name, stages, microbatches, chunks, side_by_side=False)
     schedule.check()
     return schedule
 
@@ -203,7 +268,7 @@ class Table(NamedTuple):
     """A schedule as arrays, which the loop over its ticks reads. -1 stands for no microbatch."""
 
     arrays: dict[str, np.ndarray]
-    """forward, backward: [tick, stage, (microbatch, chunk, slot)].
+    """forward, backward: [tick, stage, (microbatch, chunk, slot, 1 if the slot is reversed)].
     enter: [tick], the microbatch whose embedding is the first stage's input.
     loss: [tick], the microbatch whose output the last stage computes.
     leave: [tick], the microbatch whose input gradient the first stage computes.
@@ -216,7 +281,7 @@ def schedule_table(schedule: PipelineSchedule) -> Table:
     """Returns the table of a schedule. Without backward it has only the arrays forward, enter and loss."""
     last_chunk = schedule.chunks - 1
     if not schedule.backward:
-        forward = _phase_array(schedule.forward, [[0] * schedule.stages] * schedule.ticks)
+        forward = _phase_array(schedule.forward, [[Slot()] * schedule.stages] * schedule.ticks)
         enter, loss = _microbatches_at(forward, 0, 0), _microbatches_at(forward, -1, last_chunk)
         return Table({"forward": forward, "enter": enter, "loss": loss})
     write_slots, read_slots, slot_count = schedule.assign_slots()
@@ -230,17 +295,27 @@ def schedule_table(schedule: PipelineSchedule) -> Table:
         "enter": _microbatches_at(forward, 0, 0),
         "loss": loss,
         "leave": _microbatches_at(backward, 0, 0),
-        # The slot is the microbatch's index, because a schedule that delays any loss gradient delays all of them.
-        "pending": np.maximum(np.stack([loss, loss_use], axis=1), 0),
     }
-    return Table(arrays, slot_count, 0 if (loss == loss_use).all() else schedule.microbatches)
+    pending_slots = _most_pending(loss, loss_use)
+    arrays["pending"] = np.maximum(np.stack([loss, loss_use], axis=1), 0) % max(pending_slots, 1)
+    return Table(arrays, slot_count, pending_slots)
 
 
-def _phase_array(phase: PhaseTable, slots: list[list[int]]) -> np.ndarray:
-    """Returns a phase with its slots as an array, [tick, stage, (microbatch, chunk, slot)]."""
+def _most_pending(loss: np.ndarray, loss_use: np.ndarray) -> int:
+    """Returns the largest number of microbatches in a tick whose loss has been computed, and whose last stage has not
+    finished its backward before this tick. The arguments have the microbatch of each tick. 0 if none has to wait."""
+    if (loss == loss_use).all():
+        return 0
+    computed, used = np.cumsum(loss >= 0), np.cumsum(loss_use >= 0)
+    used_before = np.concatenate([[0], used[:-1]])
+    return int((computed - used_before).max())
+
+
+def _phase_array(phase: PhaseTable, slots: list[list[Slot]]) -> np.ndarray:
+    """Returns a phase with its slots as an array, [tick, stage, (microbatch, chunk, slot, is reversed)]."""
     return np.array(
         [
-            [(-1, 0, 0) if work is None else (*work, slot) for work, slot in zip(row, slot_row, strict=True)]
+            [(-1, 0, *Slot()) if work is None else (*work, *slot) for work, slot in zip(row, slot_row, strict=True)]
             for row, slot_row in zip(phase, slots, strict=True)
         ],
         np.int32,

@@ -73,6 +73,30 @@ class Pass(NamedTuple):
     """The slot in which forward stores what backward needs."""
     rows: Rows
     run_if_active: RunIfActive
+    is_reversed: Array | None = None
+    """1 if the slot has the last unit first (see `pipeline_schedule.Slot`), else 0; None without steady
+    ticks."""
+
+
+class ForwardCarry(NamedTuple):
+    """The carry of a forward pass from one unit to the next."""
+
+    x_BSD: Array
+    sums: Any
+    """The sums of this device's layers."""
+    prefetched: Params | None
+    """The weights that were gathered in advance for the next unit, or None if none are gathered in advance."""
+
+
+class BackwardCarry(NamedTuple):
+    """The carry of a backward pass from one unit to the next."""
+
+    x_gradient_BSD: Array
+    gradients: Params
+    prefetched: Params | None = None
+    """The weights that were gathered in advance for the next unit."""
+    pending: Params | None = None
+    """The gradients of the previous layer's weights, which have yet to be reduced and added."""
 
 
 class Layers:
@@ -94,7 +118,7 @@ class Layers:
         all_filled: bool = True,
     ):
         """Stores the group's part of the weights and buffers. `all_filled` is True if no slot of any stage is empty."""
-        self._spec, self._group, self._order, self._depth = spec, group, order, depth
+        self._spec, self._group, self._order, self.depth = spec, group, order, depth
         self.weights, self._buffers = LayerWeights(spec, group, weights), buffers.get(group.name, {})
         self._all_filled = all_filled
         self._trained_axes = without_stack_axis(spec.trained_axes[group.name])
@@ -152,7 +176,7 @@ class Layers:
         def allocate_buffer(leaf: Any, memory_space: Any) -> Array:
             # Broadcast after the move: a host buffer that is filled on the device would first need memory there.
             zero = jax.device_put(jnp.zeros((), leaf.dtype), memory_space)
-            return jax.lax.broadcast(zero, (slots, self._depth, *leaf.shape))
+            return jax.lax.broadcast(zero, (slots, self.depth, *leaf.shape))
 
         residuals = [
             allocate_buffer(leaf, memory_space)
@@ -164,22 +188,32 @@ class Layers:
         """Returns the chunk's output, the residuals, and the sums. In the residuals, the slot of this pass holds what
         backward needs in addition to weights and rows. The sums include those of this pass."""
 
-        def body(carry: Any, offset: Array) -> tuple[Any, None]:
-            x_BSD, residuals, sums, prefetched = carry
-            unit = chunk_pass.chunk * self._depth + offset
-            compute = lambda: self._unit_forward(x_BSD, unit, chunk_pass.rows, prefetched)
-            zeros = jax.tree.map(lambda total: jnp.zeros(total.shape[1:], total.dtype), sums)
-            skip = lambda: (x_BSD, read_slot(residuals, chunk_pass.slot, offset), zeros, prefetched)
-            x_BSD, unit_residuals, unit_sums, prefetched = chunk_pass.run_if_active(
-                self._is_filled(unit), compute, skip
-            )
-            residuals = write_slot(residuals, unit_residuals, chunk_pass.slot, offset)
-            sums = jax.tree.map(lambda total, addend: total.at[unit].add(addend), sums, unit_sums)
-            return (x_BSD, residuals, sums, prefetched), None
+        def body(state: tuple[ForwardCarry, Residuals], offset: Array) -> tuple[tuple[ForwardCarry, Residuals], None]:
+            carry, residuals = state
+            carry, unit_residuals = self.forward_at(offset, chunk_pass, carry, residuals)
+            return (carry, self.write(residuals, unit_residuals, offset, chunk_pass)), None
 
-        prefetched = self._first_weights(chunk_pass.run_if_active)
-        x_BSD, residuals, sums, _ = self._scan(body, (x_BSD, residuals, sums, prefetched))
-        return x_BSD, residuals, sums
+        start = self.start_forward(chunk_pass, x_BSD, sums)
+        carry, residuals = self.scan(body, (start, residuals), self.depth)
+        return carry.x_BSD, residuals, carry.sums
+
+    def start_forward(self, chunk_pass: Pass, x_BSD: Array, sums: Any) -> ForwardCarry:
+        """Returns the carry before the chunk's first unit."""
+        return ForwardCarry(x_BSD, sums, self._first_weights(chunk_pass.run_if_active))
+
+    def forward_at(
+        self, offset: Array, chunk_pass: Pass, carry: ForwardCarry, residuals: Residuals
+    ) -> tuple[ForwardCarry, Residuals]:
+        """Runs the unit at `offset` in the chunk. Returns the carry after it, and the unit's residuals, which the
+        caller writes into the slot. If the unit is skipped, they are those in the slot."""
+        x_BSD, sums, prefetched = carry
+        unit = chunk_pass.chunk * self.depth + offset
+        compute = lambda: self._unit_forward(x_BSD, unit, chunk_pass.rows, prefetched)
+        zeros = jax.tree.map(lambda total: jnp.zeros(total.shape[1:], total.dtype), sums)
+        skip = lambda: (x_BSD, self.read(residuals, offset, chunk_pass), zeros, prefetched)
+        x_BSD, unit_residuals, unit_sums, prefetched = chunk_pass.run_if_active(self._is_filled(unit), compute, skip)
+        sums = jax.tree.map(lambda total, addend: total.at[unit].add(addend), sums, unit_sums)
+        return ForwardCarry(x_BSD, sums, prefetched), unit_residuals
 
     def backward(
         self, x_gradient_BSD: Array, chunk_pass: Pass, residuals: Residuals, gradients: Params, *, last: bool
@@ -192,24 +226,46 @@ class Layers:
         it.
         """
 
-        def body(carry: tuple[Array, Params], offset: Array) -> tuple[tuple[Array, Params], None]:
-            x_gradient_BSD, gradients = carry
-            unit = chunk_pass.chunk * self._depth + offset
-            compute = lambda: self._unit_backward(
-                x_gradient_BSD, unit, chunk_pass.rows, read_slot(residuals, chunk_pass.slot, offset)
-            )
-            skip = lambda: (x_gradient_BSD, jax.tree.map(lambda g: jnp.zeros(g.shape[1:], g.dtype), gradients))
-            x_gradient_BSD, unit_gradients = chunk_pass.run_if_active(self._is_filled(unit), compute, skip)
-            gradients = jax.tree.map(lambda total, addend: total.at[unit].add(addend), gradients, unit_gradients)
-            return (x_gradient_BSD, gradients), None
+        def body(carry: BackwardCarry, offset: Array) -> tuple[BackwardCarry, None]:
+            read = lambda: self.read(residuals, offset, chunk_pass)
+            return self.backward_at(offset, chunk_pass, read, carry, last=last), None
 
-        return self._scan(body, (x_gradient_BSD, gradients), reverse=True)
+        start = self.start_backward(chunk_pass, x_gradient_BSD, gradients)
+        carry = self.scan(body, start, self.depth, reverse=True)
+        return carry.x_gradient_BSD, self.finish_backward(chunk_pass, carry, last=last)
+
+    def start_backward(self, chunk_pass: Pass, x_gradient_BSD: Array, gradients: Params) -> BackwardCarry:
+        """Returns the carry before the chunk's last unit, which runs first."""
+        return BackwardCarry(x_gradient_BSD, gradients)
+
+    def backward_at(
+        self,
+        offset: Array,
+        chunk_pass: Pass,
+        read_residuals: Callable[[], Residuals],
+        carry: BackwardCarry,
+        *,
+        last: bool = False,
+    ) -> BackwardCarry:
+        """Runs the unit at `offset` in the chunk, whose residuals `read_residuals` returns. Returns the carry after
+        it."""
+        x_gradient_BSD, gradients, *_ = carry
+        unit = chunk_pass.chunk * self.depth + offset
+        compute = lambda: self._unit_backward(x_gradient_BSD, unit, chunk_pass.rows, read_residuals())
+        skip = lambda: (x_gradient_BSD, jax.tree.map(lambda g: jnp.zeros(g.shape[1:], g.dtype), gradients))
+        x_gradient_BSD, unit_gradients = chunk_pass.run_if_active(self._is_filled(unit), compute, skip)
+        gradients = jax.tree.map(lambda total, addend: total.at[unit].add(addend), gradients, unit_gradients)
+        return BackwardCarry(x_gradient_BSD, gradients)
+
+    def finish_backward(self, chunk_pass: Pass, carry: BackwardCarry, *, last: bool = False) -> Params:
+        """Returns the gradients after the chunk's first unit, which runs last."""
+        return carry.gradients
 
     def evaluate(self, x_BSD: Array, chunk_pass: Pass) -> Array:
         """Returns the chunk's output without storing residuals."""
 
         def body(x_BSD: Array, offset: Array) -> tuple[Array, None]:
-            unit = chunk_pass.chunk * self._depth + offset
+            unit = chunk_pass.chunk * self.depth + offset
 
             def compute() -> Array:
                 y_BSD = x_BSD
@@ -221,12 +277,26 @@ class Layers:
 
             return chunk_pass.run_if_active(self._is_filled(unit), compute, lambda: x_BSD), None
 
-        return self._scan(body, x_BSD)
+        return self.scan(body, x_BSD, self.depth)
 
     def call(self, unit: Array, pattern_index: int, rows: Rows, x_BSD: Array, cache: Cache) -> LayerOutput:
         """Returns one layer's output for new tokens. `cache` has the keys and values of earlier tokens."""
         arguments = self._arguments(unit, pattern_index, rows, self.weights.take(unit, pattern_index))
         return self._call(pattern_index, *arguments, x_BSD, cache)
+
+    def read(self, residuals: Residuals, offset: Array, chunk_pass: Pass) -> Residuals:
+        """Returns the residuals of the unit at `offset` in the chunk, from the slot of a pass."""
+        return read_slot(residuals, chunk_pass.slot, self._position(offset, chunk_pass))
+
+    def write(self, residuals: Residuals, unit_residuals: Residuals, offset: Array, chunk_pass: Pass) -> Residuals:
+        """Returns the buffers with the residuals of the unit at `offset` in the chunk, in the slot of a pass."""
+        return write_slot(residuals, unit_residuals, chunk_pass.slot, self._position(offset, chunk_pass))
+
+    def _position(self, offset: Array, chunk_pass: Pass) -> Array:
+        """Returns the position of a unit's residuals in the slot of a pass."""
+        if chunk_pass.is_reversed is None:
+            return offset
+        return jnp.where(chunk_pass.is_reversed == 1, self.depth - 1 - offset, offset)
 
     @property
     def layers_per_unit(self) -> int:
@@ -374,10 +444,12 @@ class Layers:
         """Returns whether this slot has a unit, or None if all slots have one."""
         return None if self._all_filled else self._order[unit] >= 0
 
-    def _scan(self, body: Callable[[Any, Array], tuple[Any, None]], start: Any, *, reverse: bool = False) -> Any:
-        """Runs `body` over the chunk's slots and returns the final carry."""
-        unroll = min(self._spec.config.train.layer_unroll, self._depth)
-        return jax.lax.scan(body, start, jnp.arange(self._depth), unroll=unroll, reverse=reverse)[0]
+    def scan(
+        self, body: Callable[[Any, Array], tuple[Any, None]], start: Any, length: int, *, reverse: bool = False
+    ) -> Any:
+        """Runs `body` with the numbers below `length`, each for a unit, and returns the final carry."""
+        unroll = min(self._spec.config.train.layer_unroll, length)
+        return jax.lax.scan(body, start, jnp.arange(length), unroll=unroll, reverse=reverse)[0]
 
 
 class PrefetchedLayers(Layers):
@@ -398,47 +470,63 @@ class PrefetchedLayers(Layers):
         assert self._all_filled and prefetched is not None
         if pattern_index < self.layers_per_unit - 1:
             return prefetched, self.weights.take(unit, pattern_index + 1)
-        next_unit = jnp.minimum(unit + 1, self._depth - 1)
+        next_unit = jnp.minimum(unit + 1, self.depth - 1)
         return prefetched, self.weights.take(next_unit, 0)
 
-    def backward(
-        self, x_gradient_BSD: Array, chunk_pass: Pass, residuals: Residuals, gradients: Params, *, last: bool
-    ) -> tuple[Array, Params]:
-        """Returns the same as `Layers.backward`. For the last microbatch, some gradients are also summed over replicas,
-        layer by layer (see `StepSpec.is_reduced_early`).
+    def start_backward(self, chunk_pass: Pass, x_gradient_BSD: Array, gradients: Params) -> BackwardCarry:
+        """Returns the carry with the last layer's weights, and zeros for the gradients of a layer past the end, which
+        the out-of-range scatter drops."""
 
-        A layer's gradients stay unreduced until the next iteration reduces them. The first iteration receives zeros for
-        a layer past the end, which the out-of-range scatter drops.
-        """
-        last_index = self.layers_per_unit - 1
-
-        def body(carry: Any, unit: Array) -> tuple[Any, None]:
-            x_gradient_BSD, gradients, prefetched, pending = carry
-            unit_residuals = read_slot(residuals, chunk_pass.slot, unit)
-            for pattern_index in range(last_index, -1, -1):
-                # Gather the weights of the layer whose backward comes next, and reduce the gradients of the layer whose
-                # backward came last. Neither depends on this layer's computation, so both can overlap with it.
-                previous_layer = (unit, pattern_index - 1) if pattern_index else (jnp.maximum(unit - 1, 0), last_index)
-                weights, prefetched = prefetched, self.weights.take(*previous_layer)
-                pending_layer = (pattern_index + 1, unit) if pattern_index < last_index else (0, unit + 1)
-                gradients = self._add_pending(gradients, *pending_layer, pending, last)
-                layer_residuals, unit_residuals = self._split_residuals(unit_residuals, pattern_index)
-                layer_gradients, x_gradient_BSD = self._layer_backward(
-                    pattern_index, layer_residuals, unit, chunk_pass.rows, weights, x_gradient_BSD
-                )
-                pending = select_trained(layer_gradients, self._group.at(self._trained_axes, pattern_index))
-            return (x_gradient_BSD, gradients, prefetched, pending), None
-
-        def scan_units() -> tuple[Array, Params]:
-            prefetched = self.weights.take(jnp.int32(self._depth - 1), last_index)
+        def start() -> BackwardCarry:
+            prefetched = self.weights.take(jnp.int32(self.depth - 1), self.layers_per_unit - 1)
             shapes = jax.eval_shape(lambda: self.weights.take(jnp.int32(0), 0))
             trained_shapes = select_trained(shapes, self._group.at(self._trained_axes, 0))
             zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), trained_shapes)
-            start = (x_gradient_BSD, gradients, prefetched, zeros)
-            input_gradient_BSD, total, _, pending = self._scan(body, start, reverse=True)
-            return input_gradient_BSD, self._add_pending(total, 0, jnp.int32(0), pending, last)
+            return BackwardCarry(x_gradient_BSD, gradients, prefetched, zeros)
 
-        return chunk_pass.run_if_active(None, scan_units, scan_units)
+        return chunk_pass.run_if_active(None, start, start)
+
+    def backward_at(
+        self,
+        offset: Array,
+        chunk_pass: Pass,
+        read_residuals: Callable[[], Residuals],
+        carry: BackwardCarry,
+        *,
+        last: bool = False,
+    ) -> BackwardCarry:
+        """Returns the same as `Layers.backward_at`. A layer's gradients stay unreduced until the next layer runs. For
+        the last microbatch, some gradients are also summed over replicas, layer by layer (see
+        `StepSpec.is_reduced_early`)."""
+        last_index = self.layers_per_unit - 1
+
+        def run() -> BackwardCarry:
+            x_gradient_BSD, gradients, prefetched, pending = carry
+            assert prefetched is not None and pending is not None
+            unit_residuals = read_residuals()
+            for pattern_index in range(last_index, -1, -1):
+                # Gather the weights of the layer whose backward comes next, and reduce the gradients of the layer whose
+                # backward came last. Neither depends on this layer's computation, so both can overlap with it.
+                is_first = pattern_index == 0
+                next_layer = (jnp.maximum(offset - 1, 0), last_index) if is_first else (offset, pattern_index - 1)
+                weights, prefetched = prefetched, self.weights.take(*next_layer)
+                pending_layer = (pattern_index + 1, offset) if pattern_index < last_index else (0, offset + 1)
+                gradients = self._add_pending(gradients, *pending_layer, pending, last)
+                layer_residuals, unit_residuals = self._split_residuals(unit_residuals, pattern_index)
+                layer_gradients, x_gradient_BSD = self._layer_backward(
+                    pattern_index, layer_residuals, offset, chunk_pass.rows, weights, x_gradient_BSD
+                )
+                pending = select_trained(layer_gradients, self._group.at(self._trained_axes, pattern_index))
+            return BackwardCarry(x_gradient_BSD, gradients, prefetched, pending)
+
+        return chunk_pass.run_if_active(None, run, run)
+
+    def finish_backward(self, chunk_pass: Pass, carry: BackwardCarry, *, last: bool = False) -> Params:
+        """Returns the gradients with those of the first layer, which are still pending."""
+        pending = carry.pending
+        assert pending is not None
+        finish = lambda: self._add_pending(carry.gradients, 0, jnp.int32(0), pending, last)
+        return chunk_pass.run_if_active(None, finish, finish)
 
     def _add_pending(self, total: Params, pattern_index: int, unit: Array, pending: Params, last: bool) -> Params:
         """Returns the `total` gradients plus the `pending` gradients of a layer, after reducing the latter."""
