@@ -78,14 +78,17 @@ class ProgramTraits:
 
 
 HIDES_MODEL = {"off": 0.13, "ring": 0.6, "rows": 0.31}
-"""`ProgramTraits.hides_model` by `model.overlap`."""
+"""`ProgramTraits.hides_model` by `model.overlap`, for a microbatch that runs alone."""
+HIDES_MODEL_SIDE_BY_SIDE = 0.95
+"""`ProgramTraits.hides_model` of a microbatch that runs beside another."""
 
 
 def traits_of(scheme: Scheme) -> ProgramTraits:
     """Returns the traits of jaxmnt's program for a scheme."""
+    hidden_share = lambda overlap: scheme.steady * HIDES_MODEL_SIDE_BY_SIDE + (1 - scheme.steady) * HIDES_MODEL[overlap]
     # The other half of the rows hides the exchange, but rings are only in dense products.
-    hides_exchange = HIDES_MODEL["off" if scheme.overlap == "ring" else scheme.overlap]
-    traits = ProgramTraits(hides_model=HIDES_MODEL[scheme.overlap], hides_exchange=hides_exchange)
+    hides_exchange = hidden_share("off" if scheme.overlap == "ring" else scheme.overlap)
+    traits = ProgramTraits(hides_model=hidden_share(scheme.overlap), hides_exchange=hides_exchange)
     if scheme.zero == 3 and scheme.pipeline == 1 and scheme.prefetch:
         return traits
     return replace(traits, hides_sum=0.0, least_exposed=0.13 if scheme.zero == 3 else 0.72)

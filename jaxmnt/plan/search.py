@@ -13,7 +13,7 @@ from jaxmnt.distributed.gpu_settings import OUR_MEMORY_FRACTION
 from jaxmnt.errors import ConfigError
 from jaxmnt.models.experts import EXPERT_ROUND
 from jaxmnt.models.registry import define_model
-from jaxmnt.parallel.sharding import Overlap
+from jaxmnt.parallel.sharding import Overlap, pays_to_overlap_microbatches
 from jaxmnt.plan.candidates import Candidate, candidates, precision_setting
 from jaxmnt.plan.chips import Chip, Network
 from jaxmnt.plan.estimate import Estimate, estimate, uses_float8
@@ -142,12 +142,13 @@ class Search:
         row_residuals_without_remat = residuals.per_row("none", candidate.context, candidate.model)
         if row_residuals is None or row_residuals_without_remat is None:
             return None
+        overlaps = _guess_overlap_of_microbatches(self.config, candidate)
+        schedule_fields = _schedule_fields(candidate.pipeline, candidate.microbatches, candidate.chunks, overlaps)
         scheme = Scheme(
             length=self.config.data.sequence_length, rows=candidate.rows, microbatches=candidate.microbatches,
-            zero=candidate.zero, chunks=candidate.chunks,
-            **_schedule_fields(candidate.pipeline, candidate.microbatches, candidate.chunks) | candidate.mesh,
+            zero=candidate.zero, chunks=candidate.chunks, **schedule_fields | candidate.mesh,
             remat=candidate.remat, dtype=self.dtype(candidate.precision),
-            float8_least=self.config.train.float8_least, overlap=_guess_overlap(candidate),
+            float8_least=self.config.train.float8_least, overlap=_guess_overlap(candidate, overlaps),
             residual_bytes=row_residuals * candidate.rows / (candidate.context * candidate.pipeline),
             expert_round=self.config.model.expert_round or EXPERT_ROUND,
         )  # fmt: skip
@@ -249,14 +250,24 @@ def _without_equal_estimates(guesses: Sequence[Guess]) -> list[Guess]:
     return list(first_by_estimate.values())
 
 
-def _guess_overlap(candidate: Candidate) -> Overlap:
+def _guess_overlap_of_microbatches(config: Config, candidate: Candidate) -> bool:
+    """Returns about what `train.overlap_microbatches` is for a candidate, whatever other settings and the groups of
+    layers are."""
+    requested = config.train.overlap_microbatches
+    if candidate.pipeline > 1 or requested is not None:
+        return requested is not False
+    has_whole_rows = candidate.context == 1
+    return has_whole_rows and pays_to_overlap_microbatches(config, candidate.model, candidate.microbatches)
+
+
+def _guess_overlap(candidate: Candidate, overlaps_microbatches: bool) -> Overlap:
     """Returns about what `model.overlap: auto` chooses, without checking whether pieces are large enough for the
     ring."""
     if candidate.model == 1:
         return "off"
     if candidate.rows > 1:
         return "rows"
-    return "ring" if candidate.pipeline == 1 else "off"
+    return "ring" if candidate.pipeline == 1 and not overlaps_microbatches else "off"
 
 
 @functools.cache
@@ -267,12 +278,10 @@ def _compile_devices(chip: Chip, gpus: int, per_host: int) -> Sequence[jax.Devic
 
 
 @functools.cache
-def _schedule_fields(stages: int, microbatches: int, chunks: int) -> dict[str, Any]:
-    """Returns the fields of `Scheme` that depend on a pipeline's schedule."""
-    if stages == 1:
-        return {"ticks": microbatches}
-    schedule = build_schedule("interleaved" if chunks > 1 else "1f1b", stages, microbatches, chunks)
-    return schedule_of(schedule)
+def _schedule_fields(stages: int, microbatches: int, chunks: int, side_by_side: bool) -> dict[str, Any]:
+    """Returns the fields of `Scheme` that depend on the schedule."""
+    name = "interleaved" if chunks > 1 else "1f1b"
+    return schedule_of(build_schedule(name, stages, microbatches, chunks, side_by_side=side_by_side))
 
 
 def describe(candidate: Candidate) -> str:

@@ -151,6 +151,8 @@ class Scheme:
     """Chunks of the model per stage."""
     idle: float = 0.0
     """A stage's idle time as a share of its work."""
+    steady: float = 0.0
+    """Share of the microbatches whose forward and backward run in steady ticks, beside another microbatch."""
     ticks: int = 0
     """Number of ticks of the pipeline. After each tick all stages pass their results on."""
     slots: int = 1
@@ -258,4 +260,5 @@ def _saved_names(train: Train) -> list[str]:
 def schedule_of(schedule: PipelineSchedule) -> dict[str, Any]:
     """Returns the fields of `Scheme` that a schedule determines. Without a pipeline a stage keeps one microbatch."""
     slots = max(map(schedule.in_flight, range(schedule.stages))) if schedule.stages > 1 else 1
-    return {"idle": schedule.idle_share(), "ticks": schedule.ticks, "slots": slots}
+    steady = len(schedule.steady_ticks) / (schedule.microbatches * schedule.chunks)
+    return {"idle": schedule.idle_share(), "ticks": schedule.ticks, "slots": slots, "steady": steady}
