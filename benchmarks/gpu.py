@@ -108,13 +108,24 @@ def plan_target() -> str | None:
     return next((target for target, chip in CHIPS.items() if chip.kind == name), None)
 
 
-def train(bench: Bench, name: str, shape: Shape, *overrides: str, code: int = 0, run: Path | None = None) -> Path:
+def train(
+    bench: Bench,
+    name: str,
+    shape: Shape,
+    *overrides: str,
+    code: int = 0,
+    run: Path | None = None,
+    xla_flags: str | None = None,
+) -> Path:
     """A run as its users start it; its directory."""
     run = run or bench.folder / name
     command = [sys.executable, "-m", "jaxmnt.train", *shape.overrides(run), *overrides]
     config = bench.folder / "empty.yaml"
     config.write_text("{}\n")
-    told = subprocess.run([*command, "--config", str(config)], capture_output=True, text=True, cwd=ROOT)
+    environment = dict(os.environ) | ({} if xla_flags is None else {"XLA_FLAGS": xla_flags})
+    told = subprocess.run(
+        [*command, "--config", str(config)], capture_output=True, text=True, cwd=ROOT, env=environment
+    )
     if told.returncode != code:
         raise RuntimeError(f"{name} ended with {told.returncode}: {told.stderr[-1500:]}")
     return run
@@ -367,6 +378,21 @@ def part_control_flow(bench: Bench) -> Result:
     return control_flow.measure(case, 3 if bench.rehearse else 20)
 
 
+def part_microbatches(bench: Bench) -> Result:
+    """Two microbatches side by side, one after another, and side by side with products that may be Triton's."""
+    settings = ["train.precision=bfloat16", "train.microbatch_size=1", "train.remat=dots"]
+    one_after_another = [*settings, "train.overlap_microbatches=false"]
+    side_by_side = [*settings, "train.overlap_microbatches=true"]
+    triton = "--xla_gpu_enable_triton_gemm=true"
+    runs = {
+        "one_after_another": train(bench, "microbatches-one", bench.small, *one_after_another),
+        "side_by_side": train(bench, "microbatches-two", bench.small, *side_by_side),
+        "triton": train(bench, "microbatches-triton", bench.small, *side_by_side, xla_flags=triton),
+    }
+    apart = max(abs(one - two) for one, two in zip(*map(losses, list(runs.values())[:2]), strict=True))
+    return {"losses_apart": apart} | {name: measured(run) for name, run in runs.items()}
+
+
 def part_lora(bench: Bench) -> Result:
     """Adapters beside a run, all and those of attention, with the memory that was planned; the base is trained for the
     speed and memory of full training."""
@@ -403,6 +429,7 @@ PARTS: dict[str, tuple[Callable[[Bench], Result], int]] = {
     "experts": (part_experts, 300),
     "context": (part_context, 120),
     "control_flow": (part_control_flow, 120),
+    "microbatches": (part_microbatches, 300),
     "lora": (part_lora, 300),
     "muon": (part_muon, 240),
     "determinism": (part_determinism, 400),

@@ -9,8 +9,8 @@ from conftest import ROOT
 
 SCRIPT = ROOT / "benchmarks" / "gpu.py"
 PARTS = (
-    "versions", "tests", "bfloat16", "float8", "packed", "experts", "context", "control_flow", "lora", "muon",
-    "determinism", "convergence", "long", "remat", "ceilings", "checkpoint",
+    "versions", "tests", "bfloat16", "float8", "packed", "experts", "context", "control_flow", "microbatches",
+    "lora", "muon", "determinism", "convergence", "long", "remat", "ceilings", "checkpoint",
 )  # fmt: skip
 
 
@@ -32,6 +32,7 @@ def test_every_part_runs(tmp_path):
     assert found["experts"]["losses_apart"] == 0 and found["experts"]["layers"][0]["times_the_mlp"]["chunks"] > 0
     assert max(found["context"]["cases"][1]["errors_divided"].values()) < 1e-6
     assert found["control_flow"]["pieces_over_whole"]["2"] > 0
+    assert found["microbatches"]["losses_apart"] < 1e-3
     assert found["lora"]["losses_of_two_runs_equal"] and found["lora"]["all_planned_gib"] is not None
     assert found["muon"]["jordan"]["loss"] != found["muon"]["adamw"]["loss"] > 0
     assert found["convergence"]["float8_apart"] < 0.05 and len(found["checkpoint"]["blocked_seconds"]) >= 2
