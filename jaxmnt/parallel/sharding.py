@@ -304,15 +304,17 @@ def _overlaps_microbatches(config: Config, placement: Placement, groups: int) ->
     """Returns the value of `train.overlap_microbatches`, or its default for a model with this number of groups of
     layers.
 
-    The default is True in a pipeline. Without one it is True on GPUs if `model` splits the layers. Routed experts have
-    conditions, across which nothing overlaps; with several groups, residuals of two microbatches would be stored; and
-    rows that are divided over `context` gain 1 % for 6 % more memory.
+    The default is True in a pipeline. Without one it is True on GPUs if `model` splits the layers. It is False for
+    routed experts, which have conditions, across which nothing overlaps. Without a pipeline it is also False for
+    several groups, because residuals of two microbatches would be stored, and for rows that are divided over `context`,
+    which gain 1 % for 6 % more memory.
 
     Raises `ConfigError` for settings that need the microbatches one after another.
     """
     requested = config.train.overlap_microbatches
+    has_routed_experts = config.model.num_experts is not None
     if placement.stages > 1:
-        return requested is not False
+        return not has_routed_experts if requested is None else requested
     obstacles = {
         "telemetry.noise_scale": config.telemetry.noise_scale, "train.remat_offload": bool(config.train.remat_offload),
     }  # fmt: skip

@@ -254,8 +254,10 @@ def _guess_overlap_of_microbatches(config: Config, candidate: Candidate) -> bool
     """Returns about what `train.overlap_microbatches` is for a candidate, whatever other settings and the groups of
     layers are."""
     requested = config.train.overlap_microbatches
-    if candidate.pipeline > 1 or requested is not None:
-        return requested is not False
+    if requested is not None:
+        return requested
+    if candidate.pipeline > 1:
+        return config.model.num_experts is None
     has_whole_rows = candidate.context == 1
     return has_whole_rows and pays_to_overlap_microbatches(config, candidate.model, candidate.microbatches)
 
