@@ -108,10 +108,16 @@ class Reader:
         self.rates = report["timeline"]["rates"]
         self.devices = report["devices"]["count"]
         self.devices_per_host = self.devices // report["devices"]["hosts"]
-        self.shares = {"layers": 1.0, "ends": 1.0}
+        # By whether a tick is steady, and the part of a stage's work.
+        self.shares = {(is_steady, part): 1.0 for is_steady in (True, False) for part in ("layers", "ends")}
         if schedule := report["schedule"]:
-            self.shares["ends"] = schedule["microbatches"] / schedule["ticks"]
-            self.shares["layers"] = self.shares["ends"] * schedule["chunks"]
+            ticks, chunks = schedule["ticks"], schedule["chunks"]
+            # The steady ticks are an inner loop, whose scope says how many there are for each of the others.
+            ratio = re.search(r"about_([\d.]+)_rounds\)*/while/body/steady", text)
+            steady = ticks * float(ratio.group(1)) / (1 + float(ratio.group(1))) if ratio else 0.0
+            self.shares[True, "ends"] = 1 / chunks
+            self.shares[False, "layers"] = (schedule["microbatches"] * chunks - steady) / (ticks - steady)
+            self.shares[False, "ends"] = self.shares[False, "layers"] / chunks
         self.traffic: dict[tuple[str, str], Traffic] = defaultdict(Traffic)
         self.seconds_of: dict[tuple[str, str], float] = {}
         self.conditions = 0.0
@@ -193,7 +199,7 @@ class Reader:
             parts = line.scope.split("/")
             for scope, group in SCOPES.items():
                 if scope in parts:
-                    return self.shares[group]
+                    return self.shares["steady" in parts, group]
         return 1.0
 
     def groups(self, line: Line, kind: str) -> list[list[int]]:
