@@ -199,9 +199,8 @@ def gathered_in_float8(spec: StepSpec) -> set[str]:
 
 def small_traffic_bound(spec: StepSpec) -> float:
     """Returns an upper bound, in bytes per step, on what `minimum_traffic` leaves out. This is scales, biases, the sums
-    of routers' gradients over `model`, and the segments of divided rows. For the loss, in every tick of a pipeline,
-    devices that share the vocabulary exchange three numbers per token of each of them, or five sums for a loss of the
-    user's own."""
+    of routers' gradients over `model`, the segments of divided rows, and the three numbers per token that each device
+    sends to all that share the vocabulary for the cross-entropy, in every tick of a pipeline."""
     small = [leaf for _, leaf, names in parameters_of(spec) if (SCALES_AND_BIASES | {"router"}) & {*names}]
     elements = sum(map(elements_per_device, small))
     devices_per_row = spec.placement.num_shards("length")
@@ -209,7 +208,7 @@ def small_traffic_bound(spec: StepSpec) -> float:
     tokens = row_tokens // devices_per_row
     # Devices that share rows gather the segments of the other parts, forward and backward.
     segment_bytes = 2 * 4 * (row_tokens - tokens) if spec.config.data.keeps_documents_apart else 0
-    loss_bytes = 4 * tokens * max(2 * 5, 3 * (spec.placement.num_shards("vocab") - 1))
+    loss_bytes = 3 * 4 * tokens * (spec.placement.num_shards("vocab") - 1)
     return segment_bytes + 2 * 4 * elements + loss_bytes + 4096
 
 

@@ -115,7 +115,8 @@ def cross_entropy(logits: Logits, tokens: Tokens, train: Train) -> LossSums:
     With z the logarithm of the partition function, the minimised loss is ce + z_loss · z² (PaLM, arXiv:2204.02311,
     section 5).
     """
-    is_target_CV = tokens["targets"][:, None] == logits.ids_V
+    # The target of a token that does not count may be outside of the data's vocabulary.
+    is_target_CV = (tokens["targets"][:, None] == logits.ids_V) & (logits.values_CV != -jnp.inf)
     log_z_C, target_logit_C = _log_z_and_target_logit(logits.placement, logits.values_CV, is_target_CV)
     cross_entropy_sum = jnp.sum((log_z_C - target_logit_C) * tokens["weights"])
     penalty = train.z_loss * jnp.sum(jnp.square(log_z_C) * tokens["weights"])
@@ -147,26 +148,43 @@ def load_loss(train: Train) -> Loss:
     return functools.partial(loss, settings=own_settings(kind, settings, "train.loss_settings", printable(path)))
 
 
+def _exchange_sums(placement: Placement, logits_CV: Array, *sums_C: Array) -> tuple[Array, list[Array], Array, Array]:
+    """Returns, for each token, the logarithm of the partition function and the sums over all devices of `sums_C`, [C]
+    each. Devices that share the vocabulary exchange their results once. N stands for these devices.
+
+    The last two results are exponentials [C, V] and divisors [C]; their quotients are the probabilities.
+    """
+    # A device without ids of the data's vocabulary has logits of minus infinity alone.
+    largest_C = jnp.maximum(jnp.max(logits_CV, axis=-1), jnp.finfo(logits_CV.dtype).min)
+    exponentials_CV = jnp.exp(logits_CV - largest_C[:, None])
+    own_results = jnp.stack([largest_C, jnp.sum(exponentials_CV, axis=-1), *sums_C])
+    largest_NC, partition_NC, *sums_NC = jnp.moveaxis(gather_over("vocab", own_results, placement), 1, 0)
+    largest_of_all_C = jnp.max(largest_NC, axis=0)
+    partition_C = jnp.sum(partition_NC * jnp.exp(largest_NC - largest_of_all_C), axis=0)
+    # The exponentials are relative to this device's largest logit.
+    divisors_C = partition_C / jnp.exp(largest_C - largest_of_all_C)
+    log_z_C = largest_of_all_C + jnp.log(partition_C)
+    return log_z_C, [jnp.sum(sum_NC, axis=0) for sum_NC in sums_NC], exponentials_CV, divisors_C
+
+
 def _log_sum_exp_gradient(placement: Placement, residuals: tuple[Array, Array], gradient_C: Array) -> tuple[Array]:
-    exponentials_CV, partition_C = residuals
-    return (exponentials_CV * (sum_over("vocab", gradient_C, placement) / partition_C)[:, None],)
+    exponentials_CV, divisors_C = residuals
+    return (exponentials_CV * (sum_over("vocab", gradient_C, placement) / divisors_C)[:, None],)
 
 
 @with_backward(_log_sum_exp_gradient, static=1)
 def _log_sum_exp(placement: Placement, logits_CV: Array) -> tuple[Array, tuple[Array, Array]]:
-    largest_C1 = max_over("vocab", jnp.max(logits_CV, axis=-1, keepdims=True), placement)
-    exponentials_CV = jnp.exp(logits_CV - largest_C1)
-    partition_C = sum_over("vocab", jnp.sum(exponentials_CV, axis=-1), placement)
-    return largest_C1[:, 0] + jnp.log(partition_C), (exponentials_CV, partition_C)
+    log_z_C, _, exponentials_CV, divisors_C = _exchange_sums(placement, logits_CV)
+    return log_z_C, (exponentials_CV, divisors_C)
 
 
 def _log_z_and_target_logit_gradient(
     placement: Placement, residuals: tuple[Array, Array, Array], gradients: tuple[Array, Array]
 ) -> tuple[Array, None]:
-    exponentials_CV, inverse_partition_C, is_target_CV = residuals
+    exponentials_CV, divisors_C, is_target_CV = residuals
     # All devices that share the vocabulary have the same share of these gradients, so they need not be summed.
     log_z_gradient_C, logit_gradient_C = (placement.num_shards("vocab") * gradient_C for gradient_C in gradients)
-    values_gradient_CV = exponentials_CV * (log_z_gradient_C * inverse_partition_C)[:, None]
+    values_gradient_CV = exponentials_CV * (log_z_gradient_C / divisors_C)[:, None]
     return values_gradient_CV + jnp.where(is_target_CV, logit_gradient_C[:, None], 0), None
 
 
@@ -174,22 +192,11 @@ def _log_z_and_target_logit_gradient(
 def _log_z_and_target_logit(
     placement: Placement, logits_CV: Array, is_target_CV: Array
 ) -> tuple[tuple[Array, Array], tuple[Array, Array, Array]]:
-    """Returns, for each token, the logarithm of the partition function and the logit of its target, [C] each.
-
-    Devices exchange their results once. All of them must compute the same loss from what this returns. N stands for
-    the devices that share the vocabulary.
-    """
-    # A device without ids of the data's vocabulary has logits of minus infinity alone.
-    largest_C = jnp.maximum(jnp.max(logits_CV, axis=-1), jnp.finfo(logits_CV.dtype).min)
-    exponentials_CV = jnp.exp(logits_CV - largest_C[:, None])
-    target_logit_C = jnp.sum(jnp.where(is_target_CV, logits_CV, 0), axis=-1)
-    own_results_3C = jnp.stack([largest_C, jnp.sum(exponentials_CV, axis=-1), target_logit_C])
-    largest_NC, partition_NC, target_logit_NC = jnp.moveaxis(gather_over("vocab", own_results_3C, placement), 1, 0)
-    largest_of_all_C = jnp.max(largest_NC, axis=0)
-    partition_C = jnp.sum(partition_NC * jnp.exp(largest_NC - largest_of_all_C), axis=0)
-    inverse_partition_C = jnp.exp(largest_C - largest_of_all_C) / partition_C
-    log_z_C = largest_of_all_C + jnp.log(partition_C)
-    return (log_z_C, jnp.sum(target_logit_NC, axis=0)), (exponentials_CV, inverse_partition_C, is_target_CV)
+    """Returns, for each token, the logarithm of the partition function and the logit of its target, [C] each. All
+    devices that share the vocabulary must compute the same loss from them."""
+    own_target_logit_C = jnp.sum(jnp.where(is_target_CV, logits_CV, 0), axis=-1)
+    log_z_C, [target_logit_C], exponentials_CV, divisors_C = _exchange_sums(placement, logits_CV, own_target_logit_C)
+    return (log_z_C, target_logit_C), (exponentials_CV, divisors_C, is_target_CV)
 
 
 # -- chunk by chunk
