@@ -115,17 +115,17 @@ def train(
     *overrides: str,
     code: int = 0,
     run: Path | None = None,
-    xla_flags: str | None = None,
+    environment: dict[str, str] | None = None,
 ) -> Path:
     """A run as its users start it; its directory."""
     run = run or bench.folder / name
     command = [sys.executable, "-m", "jaxmnt.train", *shape.overrides(run), *overrides]
     config = bench.folder / "empty.yaml"
     config.write_text("{}\n")
-    environment = dict(os.environ) | ({} if xla_flags is None else {"XLA_FLAGS": xla_flags})
     told = subprocess.run(
-        [*command, "--config", str(config)], capture_output=True, text=True, cwd=ROOT, env=environment
-    )
+        [*command, "--config", str(config)], capture_output=True, text=True, cwd=ROOT,
+        env=os.environ | (environment or {}),
+    )  # fmt: skip
     if told.returncode != code:
         raise RuntimeError(f"{name} ended with {told.returncode}: {told.stderr[-1500:]}")
     return run
@@ -383,11 +383,11 @@ def part_microbatches(bench: Bench) -> Result:
     settings = ["train.precision=bfloat16", "train.microbatch_size=1", "train.remat=dots"]
     one_after_another = [*settings, "train.overlap_microbatches=false"]
     side_by_side = [*settings, "train.overlap_microbatches=true"]
-    triton = "--xla_gpu_enable_triton_gemm=true"
+    triton = {"XLA_FLAGS": "--xla_gpu_enable_triton_gemm=true"}
     runs = {
         "one_after_another": train(bench, "microbatches-one", bench.small, *one_after_another),
         "side_by_side": train(bench, "microbatches-two", bench.small, *side_by_side),
-        "triton": train(bench, "microbatches-triton", bench.small, *side_by_side, xla_flags=triton),
+        "triton": train(bench, "microbatches-triton", bench.small, *side_by_side, environment=triton),
     }
     apart = max(abs(one - two) for one, two in zip(*map(losses, list(runs.values())[:2]), strict=True))
     return {"losses_apart": apart} | {name: measured(run) for name, run in runs.items()}

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal
@@ -305,36 +305,33 @@ def _overlaps_microbatches(config: Config, placement: Placement, groups: int) ->
     layers.
 
     The default is True in a pipeline. Without one it is True on GPUs if `model` splits the layers. It is False for
-    routed experts, which have conditions, across which nothing overlaps. Without a pipeline it is also False for
-    several groups, because residuals of two microbatches would be stored, and for rows that are divided over `context`,
-    which gain 1 % for 6 % more memory.
+    routed experts, whose step would take longer (docs/decisions/0080). Without a pipeline it is also False for several
+    groups, because residuals of two microbatches would be stored, and for rows that are divided over `context`, which
+    gain 1 % for 6 % more memory.
 
     Raises `ConfigError` for settings that need the microbatches one after another.
     """
     requested = config.train.overlap_microbatches
-    has_routed_experts = config.model.num_experts is not None
-    if placement.stages > 1:
-        return not has_routed_experts if requested is None else requested
     obstacles = {
         "telemetry.noise_scale": config.telemetry.noise_scale, "train.remat_offload": bool(config.train.remat_offload),
     }  # fmt: skip
-    obstacle = next((key for key, is_set in obstacles.items() if is_set), None)
+    obstacle = next((key for key, is_set in obstacles.items() if is_set and placement.stages == 1), None)
     if requested and obstacle:
         raise ConfigError(
             f"train.overlap_microbatches: {obstacle} needs one microbatch after another; remove one of the two settings"
         )
     if requested is not None:
         return requested
-    if obstacle or placement.on_cpu or groups > 1 or placement.num_shards("length") > 1:
+    if placement.stages == 1 and (obstacle or placement.on_cpu or groups > 1):
         return False
-    return pays_to_overlap_microbatches(
-        config, placement.num_shards("sequence"), num_microbatches(config, placement.sizes)
-    )
+    return pays_to_overlap_microbatches(config, placement.sizes, num_microbatches(config, placement.sizes))
 
 
-def pays_to_overlap_microbatches(config: Config, sequence_shards: int, microbatches: int) -> bool:
-    """Returns True if a step without a pipeline should run two microbatches side by side on GPUs."""
-    return sequence_shards > 1 and microbatches >= _MIN_MICROBATCHES and config.model.num_experts is None
+def pays_to_overlap_microbatches(config: Config, sizes: Mapping[str, int], microbatches: int) -> bool:
+    """Returns True if a step on GPUs, on a mesh of these sizes, should run two microbatches side by side."""
+    splits = lambda axis: any(sizes[name] > 1 for name in RULES[axis])
+    suits_without_pipeline = splits("sequence") and not splits("length") and microbatches >= _MIN_MICROBATCHES
+    return config.model.num_experts is None and (sizes[STAGE_AXIS] > 1 or suits_without_pipeline)
 
 
 def with_whole_rows(placement: Placement) -> Placement:

@@ -254,12 +254,9 @@ def _guess_overlap_of_microbatches(config: Config, candidate: Candidate) -> bool
     """Returns about what `train.overlap_microbatches` is for a candidate, whatever other settings and the groups of
     layers are."""
     requested = config.train.overlap_microbatches
-    if requested is not None:
-        return requested
-    if candidate.pipeline > 1:
-        return config.model.num_experts is None
-    has_whole_rows = candidate.context == 1
-    return has_whole_rows and pays_to_overlap_microbatches(config, candidate.model, candidate.microbatches)
+    return (
+        pays_to_overlap_microbatches(config, candidate.mesh, candidate.microbatches) if requested is None else requested
+    )
 
 
 def _guess_overlap(candidate: Candidate, overlaps_microbatches: bool) -> Overlap:

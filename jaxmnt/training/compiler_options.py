@@ -26,12 +26,12 @@ def compiler_options(spec: StepSpec, level: str) -> dict[str, Any]:
 
     On GPUs the weights of a layer are gathered in one all-gather, because each all-gather takes as many ring steps as
     there are devices. The weights of the embedding and the head are larger and are gathered separately. The gathers are
-    not combined if weights are gathered once per step and layers run side by side, on halves of the rows or in a
-    pipeline, because XLA would also combine the gathers of the two layers, which would then wait for each other. For
-    the same reason reduce-scatters of activations are not combined in a pipeline. If layers communicate along several
-    axes, up to four collectives may run at once, or eight if layers of two microbatches run side by side. By default
-    XLA runs one at a time, so that a gather between hosts would block gathers within hosts. Running several is safe,
-    because all devices start collectives in the same order and groups along two axes share only one device.
+    not combined if weights are gathered once per step and layers run side by side, on halves of the rows or on two
+    microbatches, because XLA would also combine the gathers of the two layers, which would then wait for each other.
+    For the same reason reduce-scatters of activations are not combined for two microbatches. If layers communicate
+    along several axes, up to four collectives may run at once, or eight for two microbatches. By default XLA runs one
+    at a time, so that a gather between hosts would block gathers within hosts. Running several is safe, because all
+    devices start collectives in the same order and groups along two axes share only one device.
 
     Matrix products are calls of cuBLAS. XLA's scheduler knows that these take long, and fills the time of collectives
     with them. It takes a product in Triton for a short operation. Models with routed experts keep Triton: with cuBLAS

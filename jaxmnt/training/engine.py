@@ -1,7 +1,7 @@
 """Executes a schedule: all microbatches of a step through all stages, inside the step's shard_map.
 
-One program runs on all stages. Without a pipeline this is gradient accumulation: one stage, one tick per microbatch, no
-idle phases, and no stored activations of other microbatches.
+One program runs on all stages. Without a pipeline this is gradient accumulation with one stage. A tick is then a
+microbatch, forward and backward, or the forward of one and the backward of the previous one.
 
 Splitting backward in two, as zero-bubble schedules do (Qi et al. 2023, arXiv:2401.10241), would be a third phase in the
 table: `Layers.backward` would return the input's gradient and store (activations, output gradient) in a second buffer

@@ -144,19 +144,14 @@ def _after_other_ticks(step: Step, carry: Carry, plan: TickPlan) -> tuple[Carry,
 
 def _tick(step: Step, carry: Carry, plan: TickPlan, *, last: bool = False) -> tuple[Carry, None]:
     """Runs one tick of training: forward, loss, backward, and the exchange with the neighbouring stages."""
-    y_BSD, carry = _forward(step, carry, plan)
-    y_gradient_BSD, carry = _loss(step, carry, plan, y_BSD)
-    y_gradient_BSD, carry = _delay_loss_gradient(step, carry, plan, y_gradient_BSD)
+    y_BSD, y_gradient_BSD, carry = _forward_and_loss(step, carry, plan)
     x_gradient_BSD, carry = _backward(step, carry, plan, y_gradient_BSD, last)
     return _finish_tick(step, carry, plan, y_BSD, x_gradient_BSD), None
 
 
 def _forward_tick(step: Step, carry: Carry, plan: TickPlan) -> tuple[Carry, None]:
     """Runs the first microbatch's forward pass and loss, without a pipeline."""
-    y_BSD, carry = _forward(step, carry, plan)
-    y_gradient_BSD, carry = _loss(step, carry, plan, y_BSD)
-    _, carry = _delay_loss_gradient(step, carry, plan, y_gradient_BSD)
-    return carry, None
+    return _forward_and_loss(step, carry, plan)[-1], None
 
 
 def _backward_tick(step: Step, carry: Carry, plan: TickPlan) -> tuple[Carry, None]:
@@ -168,14 +163,9 @@ def _backward_tick(step: Step, carry: Carry, plan: TickPlan) -> tuple[Carry, Non
     return _embedding_backward(step, carry, plan, x_gradient_BSD), None
 
 
+@jax.named_scope(STEADY)
 def _steady_tick(step: Step, carry: Carry, plan: TickPlan) -> tuple[Carry, None]:
     """Runs one tick in which every stage has a forward and a backward, of two microbatches, side by side."""
-    with jax.named_scope(STEADY):
-        return _run_side_by_side(step, carry, plan), None
-
-
-def _run_side_by_side(step: Step, carry: Carry, plan: TickPlan) -> Carry:
-    """Returns the carry after a steady tick."""
     forward, backward = step.pass_at(plan, "forward", FORWARD), step.pass_at(plan, "backward", BACKWARD)
     _, read_slot = plan["pending"]
     y_gradient_BSD = _gradient_of_output(step, carry, backward.chunk, carry.pending_loss_gradients[read_slot])
@@ -194,7 +184,7 @@ def _run_side_by_side(step: Step, carry: Carry, plan: TickPlan) -> Carry:
     carry = carry._replace(residuals=both.residuals, layer_sums=both.sums, gradients=carry.gradients | both.gradients)
     loss_gradient_BSD, carry = _loss(step, carry, plan, both.x_BSD)
     _, carry = _delay_loss_gradient(step, carry, plan, loss_gradient_BSD)
-    return _finish_tick(step, carry, plan, both.x_BSD, both.x_gradient_BSD)
+    return _finish_tick(step, carry, plan, both.x_BSD, both.x_gradient_BSD), None
 
 
 def _finish_tick(step: Step, carry: Carry, plan: TickPlan, y_BSD: Array, x_gradient_BSD: Array) -> Carry:
@@ -213,6 +203,15 @@ def _gradient_of_output(step: Step, carry: Carry, chunk: Array, loss_gradient_BS
         return loss_gradient_BSD
     is_last = (step.stage == step.schedule.stages - 1) & (chunk == step.schedule.chunks - 1)
     return jnp.where(is_last, loss_gradient_BSD, carry.arriving_gradient_BSD)
+
+
+def _forward_and_loss(step: Step, carry: Carry, plan: TickPlan) -> tuple[Array, Array, Carry]:
+    """Runs this tick's forward pass and loss. Returns the output, the loss's gradient for this tick's backward, and the
+    carry."""
+    y_BSD, carry = _forward(step, carry, plan)
+    y_gradient_BSD, carry = _loss(step, carry, plan, y_BSD)
+    y_gradient_BSD, carry = _delay_loss_gradient(step, carry, plan, y_gradient_BSD)
+    return y_BSD, y_gradient_BSD, carry
 
 
 def _forward(step: Step, carry: Carry, plan: TickPlan) -> tuple[Array, Carry]:
@@ -253,10 +252,9 @@ def _backward(step: Step, carry: Carry, plan: TickPlan, y_gradient_BSD: Array, l
     """Runs this tick's backward pass through a chunk and adds the weights' gradients."""
     chunk_pass = step.pass_at(plan, "backward", BACKWARD)
     gradients = dict(carry.gradients)
+    y_gradient_BSD = _gradient_of_output(step, carry, chunk_pass.chunk, y_gradient_BSD)
     if step.is_single_stage:
         y_gradient_BSD, gradients = _reduce_head_first(step, y_gradient_BSD, gradients)
-    else:
-        y_gradient_BSD = _gradient_of_output(step, carry, chunk_pass.chunk, y_gradient_BSD)
     if step.schedule.ticks == 1:
         # With a single tick, allocate the layer gradients only after the head's backward pass. No earlier tick has
         # added to them, and allocating them sooner would only take memory while the head's gradients are also alive.
