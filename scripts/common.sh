@@ -1,5 +1,8 @@
 # Shared by the scripts here: finding Python and making the virtual environment. Sourced, not run.
 
+# Images of containers often set this. Then each process compiles all modules that it imports, which takes seconds.
+unset PYTHONDONTWRITEBYTECODE
+
 say() { printf '%s\n' "$*"; }
 fail() { printf 'error: %s\n' "$*" >&2; exit 2; }
 

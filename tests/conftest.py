@@ -191,10 +191,13 @@ def whole_run(tmp_path_factory, prepared):
     return config
 
 
-def mostly_slow(quick: set[int], matrix: list) -> list:
-    """The cases of a matrix, of which only those at the places `quick` are quick tests."""
+def in_tiers(quick: set[int], matrix: list) -> list:
+    """The cases of a matrix. Those at the places `quick` are quick tests. Of the others every third is a slow test. The
+    rest is exhaustive, because CI need not run whole matrices."""
     values = [case if isinstance(case, tuple) else (case,) for case in matrix]
-    marks = [() if place in quick else pytest.mark.slow for place in range(len(matrix))]
+    marks = [() if place in quick else [pytest.mark.slow, pytest.mark.exhaustive] for place in range(len(matrix))]
+    for place in [place for place in range(len(matrix)) if place not in quick][::3]:
+        marks[place] = pytest.mark.slow
     return [pytest.param(*case, marks=mark) for case, mark in zip(values, marks, strict=True)]
 
 

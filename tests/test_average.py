@@ -37,6 +37,7 @@ def averaged(tmp_path_factory, prepared):
     return run
 
 
+@pytest.mark.slow
 def test_the_average_is_that_of_numpy(averaged):
     """It begins with the parameters after step 2. Frozen parameters have none."""
     expected = parameters(f"{averaged}@2")

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import events, losses, metrics, mostly_slow
+from conftest import events, in_tiers, losses, metrics
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -80,7 +80,7 @@ def same(one, other):
 
 @pytest.mark.parametrize(
     ("mesh", "bad"),
-    mostly_slow({0, 5, 7}, [*((mesh, np.nan) for mesh in MESHES), (MESHES[-1], np.inf), (MESHES[-1], 1e38)]),
+    in_tiers({0, 5, 7}, [*((mesh, np.nan) for mesh in MESHES), (MESHES[-1], np.inf), (MESHES[-1], 1e38)]),
     ids=str,
 )
 def test_a_bad_step_changes_nothing_on_any_mesh(mesh, bad):
@@ -100,7 +100,7 @@ def test_a_bad_step_changes_nothing_on_any_mesh(mesh, bad):
     assert rates[BAD - 1] == rates[BAD], "the schedule goes by updates"
 
 
-@pytest.mark.parametrize("mesh", mostly_slow({0, 5}, MESHES), ids=str)
+@pytest.mark.parametrize("mesh", in_tiers({0, 5}, MESHES), ids=str)
 def test_a_step_without_targets_changes_nothing_on_any_mesh(mesh):
     """Steps 2, 4 and 5 have no targets, among bad steps 3 and 6: what steps 1 and 7 alone lead to, bit for bit."""
     program, flags = program_on(*mesh.items()), []
@@ -120,7 +120,7 @@ def test_a_step_without_targets_changes_nothing_on_any_mesh(mesh):
     assert int(state["counters"]["step"]) == 7 and int(without["counters"]["step"]) == 2
 
 
-@pytest.mark.parametrize("mesh", mostly_slow({0, 5}, MESHES), ids=str)
+@pytest.mark.parametrize("mesh", in_tiers({0, 5}, MESHES), ids=str)
 def test_deciding_costs_no_word_with_the_host_and_no_message(mesh, monkeypatch):
     """The program sends what one sends in which every step counts as good, and nothing to the host."""
     program = program_on(*mesh.items())

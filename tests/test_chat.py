@@ -435,6 +435,7 @@ def test_another_template_asks_before_it_continues_a_model(tiny, tmp_path):
         train(tiny(*both, f"run.dir={tmp_path / 'both'}"), devices=jax.devices()[:1])
 
 
+@pytest.mark.slow
 def test_packed_answers_count_as_single_ones(tiny, tmp_path):
     """The held-out loss and the first step's loss are means over the answers' tokens, however rows hold them."""
     records = [
@@ -460,6 +461,7 @@ def test_packed_answers_count_as_single_ones(tiny, tmp_path):
     assert max(loss for loss, _ in held_out) - min(loss for loss, _ in held_out) < 1e-6
 
 
+@pytest.mark.slow
 def test_a_conversation_at_the_terminal(tiny, tmp_path, monkeypatch, capsys):
     data = prepared_chat(tmp_path)
     run = trained_on(data, tiny, tmp_path, "data.sequence_length=512")

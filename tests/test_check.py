@@ -2,7 +2,7 @@
 
 import pytest
 import test_parallel
-from conftest import ROOT, command, mostly_slow
+from conftest import ROOT, command, in_tiers
 
 from jaxmnt.check.compare import Checker
 from jaxmnt.check.meshes import trials
@@ -23,7 +23,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("family", mostly_slow({1}, list(FAULTS)))
+@pytest.mark.parametrize("family", in_tiers({1}, list(FAULTS)))
 def test_a_planted_fault_is_named(family):
     differences, decoding = found_in(f"faulty_families.{family}")
     name, remark = FAULTS[family]
@@ -37,6 +37,7 @@ def test_a_planted_fault_is_named(family):
     assert not decoding
 
 
+@pytest.mark.slow
 def test_a_decode_that_differs_is_found():
     differences, decoding = found_in("faulty_families.ForgetfulDecode")
     assert not differences

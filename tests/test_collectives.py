@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import mostly_slow
+from conftest import in_tiers
 from jax.sharding import PartitionSpec as P
 
 from jaxmnt.config.mesh import Mesh
@@ -109,7 +109,7 @@ def check(module: ModuleType, name: str, count: int) -> None:
 NAMES = list(cases(collectives, 2, placement_of("model", 2)))
 
 
-@pytest.mark.parametrize("count", mostly_slow({0}, [4, 2, 8]))
+@pytest.mark.parametrize("count", in_tiers({0}, [4, 2, 8]))
 @pytest.mark.parametrize("name", NAMES)
 def test_transpose_is_that_of_whole_arrays(name, count):
     check(collectives, name, count)

@@ -13,7 +13,7 @@ import pretend_cudnn
 import pytest
 import test_experts
 import test_parallel
-from conftest import mostly_slow
+from conftest import in_tiers
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -136,7 +136,7 @@ def check_attention(devices, segments, kernel="blockwise", **options):
 ATTENTION = list(itertools.product((4, 2, 8, 3), (None, *PACKED), ("blockwise", "cudnn")))
 
 
-@pytest.mark.parametrize(("devices", "rows", "kernel"), mostly_slow(set(range(10)), ATTENTION))
+@pytest.mark.parametrize(("devices", "rows", "kernel"), in_tiers(set(range(10)), ATTENTION))
 def test_attention_across_devices_is_exact(devices, rows, kernel, monkeypatch):
     if kernel == "cudnn":
         pretend_cudnn.install(monkeypatch)
@@ -149,12 +149,13 @@ WINDOWS = list(
 )
 
 
-@pytest.mark.parametrize(("sizes", "rows"), mostly_slow({1, 3}, WINDOWS))
+@pytest.mark.parametrize(("sizes", "rows"), in_tiers({1, 3}, WINDOWS))
 def test_windows_across_devices_are_exact(sizes, rows):
     devices, window = sizes
     check_attention(devices, PACKED.get(rows), window=window)
 
 
+@pytest.mark.slow
 def test_scores_that_change_are_exact_across_devices(monkeypatch):
     """Soft caps, sinks, and the loops over blocks of long rows."""
     sinks_H = np.linspace(-2, 2, HEADS).astype(np.float32)
@@ -169,7 +170,7 @@ def test_scores_that_change_are_exact_across_devices(monkeypatch):
 
 @pytest.mark.parametrize(
     ("devices", "rows", "entries", "window"),
-    mostly_slow({0}, [(4, "anywhere", LENGTH, None), (2, None, 9, None), (3, "one token", 40, None), (4, None, 96, 9)]),
+    in_tiers({0}, [(4, "anywhere", LENGTH, None), (2, None, 9, None), (3, "one token", 40, None), (4, None, 96, 9)]),
 )
 def test_biases_of_distances_are_exact_across_devices(devices, rows, entries, window):
     bias_HD = np.random.default_rng(0).standard_normal((HEADS, entries)).astype(np.float32)
@@ -389,7 +390,7 @@ STEPS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("kind", "sections"), mostly_slow({0, 1, 2}, STEPS), ids=str)
+@pytest.mark.parametrize(("kind", "sections"), in_tiers({0, 2}, STEPS), ids=str)
 def test_a_step_with_divided_rows_is_that_of_one_device(kind, sections):
     devices = math.prod(sections["mesh"].get(axis, 1) for axis in AXES)
     test_parallel.check(devices, KINDS[kind], **sections)
@@ -415,7 +416,7 @@ EXPERT_STEPS = [
 ]
 
 
-@pytest.mark.parametrize(("mesh", "variant"), mostly_slow({0}, EXPERT_STEPS), ids=str)
+@pytest.mark.parametrize(("mesh", "variant"), in_tiers({0}, EXPERT_STEPS), ids=str)
 def test_a_step_of_experts_with_divided_rows_is_that_of_one_device(mesh, variant):
     test_experts.check_step(8, test_experts.VARIANTS[variant], mesh=mesh, train={"microbatch_size": 1})
 

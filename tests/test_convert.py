@@ -8,7 +8,7 @@ import struct
 import jax
 import numpy as np
 import pytest
-from conftest import events, launch, mostly_slow
+from conftest import events, in_tiers, launch
 from safetensors.numpy import load_file, save_file
 from test_huggingface import NAMES, REFERENCE, expected, near, texts
 
@@ -58,7 +58,7 @@ def tree(name):
 QUICK_NAMES = ("gemma2-a", "gpt2-a", "gpt2-b", "qwen3-a", "qwen3_moe-a")
 
 
-@pytest.mark.parametrize("name", mostly_slow(set(map(NAMES.index, QUICK_NAMES)), NAMES))
+@pytest.mark.parametrize("name", in_tiers(set(map(NAMES.index, QUICK_NAMES)), NAMES))
 def test_there_and_back_the_files_hold_the_same_bits(name, tmp_path, monkeypatch):
     monkeypatch.setattr(exports, "_PIECE_BYTES", 2000)
     assert convert.main(["from-hf", str(REFERENCE / name), str(tmp_path / "run")]) == ExitCode.FINISHED
@@ -532,7 +532,7 @@ PUBLISHED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", mostly_slow({10, 21, 25, 34, 44}, list(presets())))
+@pytest.mark.parametrize("name", in_tiers({10, 21, 25, 34, 44}, list(presets())))
 def test_a_published_model_has_the_parameters_of_the_reference(name):
     model = parse_config({"model": {"preset": name}}).model
     written = json.loads((REFERENCE / "presets.json").read_text())[name]

@@ -43,18 +43,29 @@ def shell(folder: Path, commands: str) -> subprocess.CompletedProcess:
     )
 
 
-@pytest.mark.long
-@pytest.mark.slow
-def test_commands_of_all_pages(checkout):
-    """Every shell block that is not marked, in the order in which a reader meets them."""
-    ran = 0
-    for page in PAGES:
-        for marked, commands in BLOCK.findall(page.read_text()):
-            if not marked:
-                result = shell(checkout, commands)
-                assert result.returncode == 0, f"{page.name}:\n{commands}\n{result.stdout}\n{result.stderr}"
-                ran += 1
-    assert ran >= 2
+COMMANDS = {
+    str(page.relative_to(ROOT)): [commands for marked, commands in BLOCK.findall(page.read_text()) if not marked]
+    for page in PAGES
+}
+RECIPE = re.compile(r"((?:train|--) --config examples/\w+/\w+\.yaml)(?! --dry-run)")
+
+
+@pytest.mark.parametrize(
+    "shorter",
+    [
+        pytest.param(r"\1 train.steps=8 optimizer.warmup_steps=2", marks=pytest.mark.slow, id="shorter"),
+        pytest.param(r"\1", marks=pytest.mark.exhaustive, id="whole"),
+    ],
+)
+@pytest.mark.parametrize("page", [page for page, commands in COMMANDS.items() if commands])
+def test_commands_of_a_page(checkout, page, shorter):
+    """Every shell block that is not marked, in the order in which a reader meets them. In CI, the runs of examples end
+    after a few steps."""
+    for folder in ("data", "runs"):
+        shutil.rmtree(checkout / folder, ignore_errors=True)
+    for commands in COMMANDS[page]:
+        result = shell(checkout, RECIPE.sub(shorter, commands))
+        assert result.returncode == 0, f"{page}:\n{commands}\n{result.stdout}\n{result.stderr}"
 
 
 def test_links_of_all_pages():

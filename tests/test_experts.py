@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import mostly_slow
+from conftest import in_tiers
 
 from jaxmnt.config.load import parse_config
 from jaxmnt.config.mesh import Mesh
@@ -354,7 +354,7 @@ VARIANTS = [
 CASES = [(mesh, VARIANTS[number % 3]) for number, mesh in enumerate(MESHES)]
 
 
-@pytest.mark.parametrize(("mesh", "variant"), mostly_slow({0, 1}, CASES))
+@pytest.mark.parametrize(("mesh", "variant"), in_tiers({0}, CASES))
 def test_a_step_is_the_same_on_any_mesh(mesh, variant):
     check_step(8, variant, mesh=mesh, train={"microbatch_size": 1})
 

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from conftest import in_tiers
 from test_plan import hold_to_budget, report_for_128_gpus
 
 from jaxmnt.plan.chips import CHIPS
@@ -25,9 +26,8 @@ MESHES = [
 ]
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Error reading persistent compilation cache")  # such programs cannot be loaded
-@pytest.mark.parametrize("overrides", MESHES)
+@pytest.mark.parametrize("overrides", in_tiers(set(), MESHES))
 def test_the_program_of_128_gpus(overrides, monkeypatch):
     spec, report, text = report_for_128_gpus(RECIPE, overrides, monkeypatch)
     config = spec.config

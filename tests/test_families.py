@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import ROOT, metrics, mostly_slow
+from conftest import ROOT, in_tiers, metrics
 from families import logits_of_row, value_and_gradients
 from label_smoothing import SMOOTHING
 from routed_families import reference
@@ -214,7 +214,7 @@ def check_routed(mesh, kind="RoutedLlama"):
     assert float(metrics["largest_load"]) == pytest.approx(largest, rel=1e-6)
 
 
-@pytest.mark.parametrize("mesh", mostly_slow({1}, list(PREFIX_MESHES)))
+@pytest.mark.parametrize("mesh", in_tiers({1}, list(PREFIX_MESHES)))
 def test_a_family_with_every_part_is_its_mathematics(mesh):
     check_routed(mesh)
 
@@ -270,7 +270,7 @@ def entropies(targets, log_p):
 
 @pytest.mark.parametrize(
     ("loss", "plain", "mesh"),
-    mostly_slow(
+    in_tiers(
         {1},
         [("label_smoothing.loss", smoothed, mesh) for mesh in MESHES]
         + [("losses.entropy", entropies, mesh) for mesh in MESHES],

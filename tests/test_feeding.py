@@ -10,7 +10,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from conftest import TINY, command, launch, losses, metrics, mostly_slow, write_words
+from conftest import TINY, command, in_tiers, launch, losses, metrics, write_words
 
 import jaxmnt
 from jaxmnt.checkpoint.refs import find
@@ -99,7 +99,7 @@ def assert_same_batches(run, reference):
         assert ours[name]["loss"] == pytest.approx(theirs[name]["loss"], rel=1e-5)
 
 
-@pytest.mark.parametrize("processes", mostly_slow({1}, [1, 2]))
+@pytest.mark.parametrize("processes", in_tiers({1}, [1, 2]))
 def test_processes_read_the_same_batches(mixture, tmp_path, reference, processes):
     config = mixture(tmp_path)
     result = launch(config, f"data.read_threads={processes - 1}", processes=processes, devices=4 // processes)
@@ -293,7 +293,7 @@ def test_a_stage_dir_that_cannot_be_written_is_named(tiny, tmp_path):
 
 @pytest.mark.parametrize(
     ("damage", "process"),
-    mostly_slow({0, 2, 4}, [("missing", 1), ("missing", 0), ("boundaries", 1), ("flipped", 1), ("flipped", 0)]),
+    in_tiers({0, 2, 4}, [("missing", 1), ("missing", 0), ("boundaries", 1), ("flipped", 1), ("flipped", 0)]),
 )
 def test_damage_on_one_host_is_named_to_all(tiny_file, prepared, tmp_path, damage, process):
     """Each process stands in a folder of its own, where `data` is that host's copy; one is not whole."""
@@ -358,6 +358,7 @@ def halved(tiny, whole_run):
     return lambda *overrides: tiny("data.global_batch_size=8", f"run.fork_from={whole_run.run.dir}@10", *overrides)
 
 
+@pytest.mark.slow
 def test_a_branch_with_another_batch_size_trains_on_the_next_rows_of_its_origin(tiny, halved, capsys):
     """Also after a restart; and its steps can be taken again."""
     for stop in (12, 13):

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from conftest import ROOT, mostly_slow
+from conftest import ROOT, in_tiers
 from hypothesis import given
 from hypothesis import strategies as st
 from test_parallel import GPT2, config, gradients
@@ -88,7 +88,7 @@ def test_which_shapes_are_fit_for_it():
 
 @pytest.mark.parametrize(
     "mesh",
-    mostly_slow(set(), [
+    in_tiers(set(), [
         {"fsdp": 2, "model": 2, "pipeline": 2}, {"fsdp": 8}, {"data": 4, "model": 2},
         {"fsdp": 4, "data": 2, "prefetch": True},
     ]),
@@ -121,18 +121,14 @@ def test_float8_that_no_product_would_use_is_refused(least, kv_heads, in_float8)
             compile_step(spec, state)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "sections",
-    [
+    in_tiers(set(), [
         {"mesh": {"fsdp": 4, "model": 2}, "model": {"num_kv_heads": 2}},
-        pytest.param(
-            {"mesh": {"fsdp": 8, "prefetch": True}, "model": {"family": "gemma3", "sliding_window": 5}},
-            marks=pytest.mark.exhaustive,
-        ),
+        {"mesh": {"fsdp": 8, "prefetch": True}, "model": {"family": "gemma3", "sliding_window": 5}},
         {"mesh": {"fsdp": 4, "model": 2}, "model": {"num_kv_heads": 1, "overlap": "ring"}, "train": {"remat": "dots"}},
         {"mesh": {"fsdp": 2, "pipeline": 2, "model": 2}, "model": GPT2},
-    ],
+    ]),
     ids=str,
 )  # fmt: skip
 def test_weights_that_are_gathered_in_float8_are_the_same(sections):
@@ -180,18 +176,20 @@ def test_a_run_learns_as_it_does_in_float32(tiny, tmp_path):
     np.testing.assert_array_equal(smoothed(parts, 1), smoothed(whole, 1))
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Error reading persistent compilation cache")  # such programs cannot be loaded
 @pytest.mark.parametrize(
     ("overrides", "in_float8", "others"),
-    [
-        ((), 3 * 7, 3),  # query, key, value, output; gate, up, down: forward and two backward; and the head's three
-        (("train.float8_least=2048",), 3 * 5, 3 * 2 + 3),  # not keys and values
-        (("train.precision=bfloat16",), 0, 3 * 7 + 3),
-        (("train.remat=full",), 3 * 7 + 6, 3),  # forward once more, but for the last, which backward does not need
-        # In four pieces, forward and the gradient of x; keys and values are too small.
-        ((*RING_OF_4, "train.overlap_microbatches=false"), 5 * (4 + 4 + 1), 2 * (4 + 4 + 1) + 3),
-    ],
+    in_tiers(
+        set(),
+        [
+            ((), 3 * 7, 3),  # query, key, value, output; gate, up, down: forward and two backward; and the head's three
+            (("train.float8_least=2048",), 3 * 5, 3 * 2 + 3),  # not keys and values
+            (("train.precision=bfloat16",), 0, 3 * 7 + 3),
+            (("train.remat=full",), 3 * 7 + 6, 3),  # forward once more, but for the last, which backward does not need
+            # In four pieces, forward and the gradient of x; keys and values are too small.
+            ((*RING_OF_4, "train.overlap_microbatches=false"), 5 * (4 + 4 + 1), 2 * (4 + 4 + 1) + 3),
+        ],
+    ),
 )
 def test_the_gpu_multiplies_in_float8_what_should_be_and_nothing_else(monkeypatch, overrides, in_float8, others):
     """By the custom calls of the program for H100s: three a projection, forward, and more if forward is computed again.

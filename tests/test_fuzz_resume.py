@@ -11,7 +11,7 @@ from pathlib import Path
 
 import jax
 import pytest
-from conftest import TINY, metrics, write_words
+from conftest import TINY, in_tiers, metrics, write_words
 from mutations import mutate
 from readers import _resealed_checkpoint, _resealed_data
 from test_fuzz import HangsError, _limited, _loud, _place, gone, hurry, snapshot
@@ -121,8 +121,7 @@ def _arrays(folder: Path):
     return newest.manifest.arrays
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("file", "form", "kind", "words"), CASES)
+@pytest.mark.parametrize(("file", "form", "kind", "words"), in_tiers(set(), CASES))
 def test_a_resume_after_damage(undisturbed, tmp_path, monkeypatch, file, form, kind, words):
     whole, losses, arrays = undisturbed
     hurry(monkeypatch)

@@ -46,6 +46,7 @@ def asked(monkeypatch):
     return found
 
 
+@pytest.mark.slow
 def test_generate_needs_neither_the_data_nor_the_folder_of_the_start(moved, capsys):
     assert generate.main(["--run", str(run(moved)), "--prompt", "ab", "--tokens", "4"]) == ExitCode.FINISHED
     newest = capsys.readouterr().out

@@ -274,6 +274,7 @@ def test_a_field_of_ones_own_reaches_a_loss_on_any_number_of_hosts(asked, module
     assert abs(numbers["without"][0][1] / numbers["one"][0][1] - 1) > 1e-3
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_only_with_the_same(asked, module):
     config = asked("train.steps=3", "optimizer.warmup_steps=1", "train.stop_after=1")
     assert train(config, devices=jax.devices()[:1]) == ExitCode.STOPPED

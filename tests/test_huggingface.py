@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import mostly_slow
+from conftest import in_tiers
 from safetensors.numpy import load_file
 
 from jaxmnt import convert
@@ -134,7 +134,7 @@ class FirstLogits:
         self.found[np.ix_(positions_C[of_C], ids_V[known_V])] = values_CV[of_C][:, known_V]
 
 
-@pytest.mark.parametrize("name", mostly_slow(set(map(NAMES.index, QUICK_NAMES)), NAMES))
+@pytest.mark.parametrize("name", in_tiers(set(map(NAMES.index, QUICK_NAMES)), NAMES))
 def test_logits_are_those_of_the_reference(name):
     config = chosen(name)
     spec = inference_spec(config, config.model.vocab_size)
@@ -157,7 +157,7 @@ LONG = {
 
 
 @pytest.mark.parametrize("length", [600, 4096])
-@pytest.mark.parametrize("name", mostly_slow({1}, LONG))
+@pytest.mark.parametrize("name", in_tiers({1}, LONG))
 def test_rows_become_longer_with_other_rotary_positions(name, length):
     """A run that begins with the model lists what it changes. Rows of 4,096 tokens are divided among devices."""
     wanted = load_file(REFERENCE / name / "long.safetensors")
@@ -185,7 +185,7 @@ def test_rows_become_longer_with_other_rotary_positions(name, length):
 CASES = [(name, mesh) for name in NAMES for mesh in ((MESH, {}) if name.endswith("-b") else (MESH,))]
 
 
-@pytest.mark.parametrize(("name", "mesh"), mostly_slow({CASES.index(("llama-a", MESH))}, CASES))
+@pytest.mark.parametrize(("name", "mesh"), in_tiers({CASES.index(("llama-a", MESH))}, CASES))
 def test_loss_logits_and_each_gradient_are_those_of_the_reference(name, mesh):
     config = chosen(name)
     config = config.model_copy(update={"mesh": config.mesh.model_copy(update={"data": 1, **mesh})})
@@ -237,7 +237,7 @@ def generated(name, asked, most=64, sampling=GREEDY, **mesh):
     return np.stack(list(generator.generate(weights, asked, most, sampling)), axis=1)
 
 
-@pytest.mark.parametrize("name", mostly_slow({NAMES.index("gpt2-a")}, NAMES))
+@pytest.mark.parametrize("name", in_tiers({NAMES.index("gpt2-a")}, NAMES))
 def test_greedy_generation_is_that_of_the_reference(name):
     """Of three prompts of different lengths at once, with a cache; without one, and one by one."""
     wanted = expected(name)["generated"]
@@ -250,7 +250,7 @@ def test_greedy_generation_is_that_of_the_reference(name):
     np.testing.assert_array_equal(np.argmax(logits[0, 16:], -1), wanted[1])
 
 
-@pytest.mark.parametrize("name", mostly_slow({2}, [name for name in NAMES if name.endswith("a")]))
+@pytest.mark.parametrize("name", in_tiers({2}, [name for name in NAMES if name.endswith("a")]))
 def test_generation_on_a_mesh_is_the_same(name):
     """Over heads that divide and heads that do not, and rows that are filled up."""
     np.testing.assert_array_equal(
@@ -258,7 +258,7 @@ def test_generation_on_a_mesh_is_the_same(name):
     )
 
 
-@pytest.mark.parametrize("name", mostly_slow({NAMES.index("llama-a")}, NAMES))
+@pytest.mark.parametrize("name", in_tiers({NAMES.index("llama-a")}, NAMES))
 def test_log_likelihoods_are_those_of_the_reference(name):
     spec, params = called(name)
     found = functools.partial(jax.jit(functools.partial(row_scores, spec)), params, initial_buffers(spec))

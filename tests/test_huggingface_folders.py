@@ -14,7 +14,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from conftest import mostly_slow
+from conftest import in_tiers
 from safetensors.numpy import load_file, save_file
 from test_huggingface import REFERENCE, near, texts
 
@@ -90,7 +90,7 @@ def test_rotary_settings_are_those_of_transformers_or_refused(case):
         assert model.local_rope_theta == expected["sliding_attention"]["rope_theta"]
 
 
-@pytest.mark.parametrize("case", mostly_slow({0}, SCORES), ids=lambda case: case["case"])
+@pytest.mark.parametrize("case", in_tiers({0}, SCORES), ids=lambda case: case["case"])
 def test_a_text_is_as_likely_as_transformers_finds_it(case):
     settings = read_config(with_rotary("llama-b", case["config"]), "config.json")
     config = parse_config({"model": settings, "data": {"sequence_length": 600}, "train": {"precision": "float32"}})

@@ -261,6 +261,7 @@ def test_a_writer_that_is_killed_leaves_nothing_that_counts(prepared, tmp_path, 
     data.verify()
 
 
+@pytest.mark.slow
 def test_data_that_must_not_be_written_is_trained_on_without_an_index(tiny, copy, monkeypatch, capsys):
     def refuse(*_):
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
@@ -274,6 +275,7 @@ def test_data_that_must_not_be_written_is_trained_on_without_an_index(tiny, copy
     assert not (copy.path / FOLDER).exists()
 
 
+@pytest.mark.slow
 def test_a_run_writes_the_index_once(tiny, copy, capsys):
     config = tiny(f"data.path={copy.path}", "data.rows=packed", "train.steps=6")
     assert train(config) == ExitCode.FINISHED

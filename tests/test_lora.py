@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import mostly_slow
+from conftest import in_tiers
 from families import logits_of_row, mean_loss, value_and_gradients
 from test_parallel import VOCAB, config, rows
 
@@ -138,7 +138,7 @@ MESHES = {
 }
 
 
-@pytest.mark.parametrize("name", mostly_slow({2, 9}, list(MESHES)))
+@pytest.mark.parametrize("name", in_tiers({2}, list(MESHES)))
 def test_adapters_are_merged_weights(name):
     devices, sections = MESHES[name]
     spec, loss, gradients = spec_and_gradients(devices, **sections)

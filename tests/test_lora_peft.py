@@ -6,7 +6,7 @@ import json
 import jax
 import numpy as np
 import pytest
-from conftest import mostly_slow
+from conftest import in_tiers
 from safetensors.numpy import load_file, save_file
 from test_huggingface import LENGTH, REFERENCE, ROWS, expected, near, packed
 
@@ -85,7 +85,7 @@ def config_of(name, sections):
     return parse_config({key: base.get(key, {}) | sections.get(key, {}) for key in base | sections})
 
 
-@pytest.mark.parametrize(("name", "sections"), mostly_slow(QUICK, CASES), ids=str)
+@pytest.mark.parametrize(("name", "sections"), in_tiers(QUICK, CASES), ids=str)
 def test_training_is_that_of_peft(name, sections, tmp_path):
     config = config_of(name, sections)
     devices = int(np.prod([*sections.get("mesh", {"one": 1}).values()])) if "zero" not in str(sections) else 8
@@ -121,7 +121,7 @@ def test_training_is_that_of_peft(name, sections, tmp_path):
     assert len(moments) == 2 * len(trained)
 
 
-@pytest.mark.parametrize("name", mostly_slow(set(), ROUND_TRIPS))
+@pytest.mark.parametrize("name", in_tiers(set(), ROUND_TRIPS))
 def test_files_of_peft_become_a_run_and_back(name, tmp_path):
     """The same tensors come back, the logits are those of PEFT, and those of merged weights."""
     trained = tmp_path / "trained"

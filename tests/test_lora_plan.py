@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from conftest import in_tiers
 from test_plan import hold_to_budget, report_for_128_gpus
 
 from jaxmnt.plan.chips import CHIPS
@@ -24,8 +25,7 @@ CASES = [
 ]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("overrides", CASES)
+@pytest.mark.parametrize("overrides", in_tiers(set(), CASES))
 def test_the_program_of_128_gpus(overrides, monkeypatch):
     spec, report, text = report_for_128_gpus(RECIPE, overrides, monkeypatch)
     hold_to_budget(spec, report)

@@ -85,6 +85,7 @@ def test_it_resumes_on_another_mesh_and_as_a_branch(adapted, base, prepared, tmp
     assert find(str(branch), "run").manifest.base == find(str(adapted), "run").manifest.base
 
 
+@pytest.mark.slow
 def test_a_branch_whose_base_has_moved_goes_on_twice(adapted, base, prepared, tmp_path):
     shutil.copytree(base / "hf", tmp_path / "hf")
     branch = (f"run.fork_from={adapted}@3", *LORA, "checkpoint.every_steps=1")
@@ -176,6 +177,7 @@ def test_a_start_with_another_base_is_refused(adapted, base, prepared, tmp_path)
         train(config(prepared, run, f"run.init_from=hf:{tmp_path}/gone", *LORA), devices=jax.devices()[:1])
 
 
+@pytest.mark.slow
 def test_models_are_loaded_with_their_base(adapted, base, tmp_path, capsys):
     """With adapters, without them, from a base that has moved, and merged."""
     whole, plain = load_run(adapted), load_run(base / "run")

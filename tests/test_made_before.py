@@ -36,6 +36,7 @@ def uninterrupted() -> list[float]:
     return [line["loss"] for line in lines if line["kind"] == "train"]
 
 
+@pytest.mark.slow
 def test_the_script_goes_on_with_the_run(folder):
     """By its own words: it asks jaxmnt.launch.inside what to do, before and after."""
     environment = faked(folder / "bin", 'exec "$@"', f'exec {sys.executable} "$@"\n') | {"JAX_NUM_CPU_DEVICES": "1"}

@@ -4,7 +4,7 @@ import balance
 import jax
 import numpy as np
 import pytest
-from conftest import check_legs, check_same_checkpoints, losses
+from conftest import check_legs, check_same_checkpoints, in_tiers, losses
 
 from jaxmnt.train import train
 
@@ -14,6 +14,7 @@ MIXTURE = (
 )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_mixture_resumes_bit_for_bit(tiny, tmp_path):
     """With the loads of the last step and the biases."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
@@ -26,7 +27,7 @@ def test_a_mixture_resumes_bit_for_bit(tiny, tmp_path):
     assert any("bias" in name and np.any(array) for name, array in arrays.items())
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_mixture_moves_over_meshes_and_numbers_of_processes(tiny_file, tmp_path):
     """Each leg restores what another mesh, with or without `expert`, saved. All 20 steps are those of one device."""
     legs = [
@@ -37,10 +38,9 @@ def test_a_mixture_moves_over_meshes_and_numbers_of_processes(tiny_file, tmp_pat
     check_legs(tiny_file, tmp_path, MIXTURE, legs)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("way", "steps"),
-    [("bias", 400), ("batch, step before", 1000), pytest.param("row", 1000, marks=pytest.mark.exhaustive)],
+    in_tiers(set(), [("bias", 400), ("batch, step before", 1000), ("row", 1000)]),
 )
 def test_loads_become_even(way, steps):
     """From all tokens at two of eight experts. `benchmarks/balance.py` has more seeds."""

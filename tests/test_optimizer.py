@@ -10,7 +10,7 @@ import optax
 import pytest
 import test_experts
 import test_parallel
-from conftest import ROOT, check_same_checkpoints, mostly_slow
+from conftest import ROOT, check_same_checkpoints, in_tiers
 from safetensors.numpy import load_file
 
 from jaxmnt.checkpoint.commit import Committed
@@ -121,7 +121,7 @@ MESHES = [
 ]
 
 
-@pytest.mark.parametrize("mesh", mostly_slow({1}, MESHES), ids=str)
+@pytest.mark.parametrize("mesh", in_tiers({1}, MESHES), ids=str)
 def test_muon_is_that_of_float64_on_any_mesh(mesh):
     """With layers that the devices do not divide, empty slots in stages, padding, and shared key heads."""
     pipeline = {"schedule": "1f1b", "layers": [4, 2]} if "pipeline" in mesh else {}
@@ -144,7 +144,7 @@ def test_muon_is_that_of_float64_on_any_mesh(mesh):
 
 @pytest.mark.parametrize(
     "settings",
-    mostly_slow(set(), [{"coefficients": "polar_express", "scale": "spectral"}, {"scale": "spectral"}]),
+    in_tiers(set(), [{"coefficients": "polar_express", "scale": "spectral"}, {"scale": "spectral"}]),
     ids=str,
 )
 def test_settings_of_muon(settings):
@@ -158,7 +158,7 @@ def test_settings_of_muon(settings):
 
 @pytest.mark.parametrize(
     "mesh",
-    mostly_slow({0}, [{"expert": 2, "fsdp": 2, "model": 2}, {"expert": 4, "fsdp": 2}, {"expert": 2, "pipeline": 2}]),
+    in_tiers({0}, [{"expert": 2, "fsdp": 2, "model": 2}, {"expert": 4, "fsdp": 2}, {"expert": 2, "pipeline": 2}]),
     ids=str,
 )
 def test_muon_takes_each_expert_as_a_matrix(mesh):
@@ -289,7 +289,7 @@ OTHERS = [
 ]
 
 
-@pytest.mark.parametrize("settings", mostly_slow({1}, OTHERS), ids=lambda settings: settings["kind"])
+@pytest.mark.parametrize("settings", in_tiers({1}, OTHERS), ids=lambda settings: settings["kind"])
 def test_an_optimizer_of_ones_own_is_the_same_on_any_mesh(settings):
     expected, _ = updates_of(settings, {}, 1)
     found, state = updates_of(settings, {"pipeline": 2, "fsdp": 2, "model": 2}, 8)

@@ -10,7 +10,7 @@ import threading
 import time
 
 import pytest
-from conftest import events, losses, mostly_slow
+from conftest import events, in_tiers, losses
 
 from jaxmnt import output
 from jaxmnt.errors import printable
@@ -33,7 +33,7 @@ def in_shell(line: str, *arguments: str) -> subprocess.CompletedProcess:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("where", mostly_slow({0}, ["| head -1", ">&- 2>&-"]))
+@pytest.mark.parametrize("where", in_tiers({0}, ["| head -1", ">&- 2>&-"]))
 def test_a_run_outlives_its_terminal(short, tmp_path, where):
     result = in_shell(f"JAXMNT {where}", "train", *short)
     run = tmp_path / "run"
@@ -47,6 +47,7 @@ def test_a_run_outlives_its_terminal(short, tmp_path, where):
         assert path.suffix not in (".json", ".yaml", ".jsonl") or b"step 6/6" not in path.read_bytes(), path
 
 
+@pytest.mark.slow
 def test_the_launcher_outlives_a_full_disk_under_its_output(short, tmp_path):
     launcher = ["launch", "local", "--processes", "1", "--devices-per-process", "1", "--"]
     result = in_shell("JAXMNT > /dev/full 2> /dev/full", *launcher, *short)

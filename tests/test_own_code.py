@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import jax
 import pytest
 import test_parallel
-from conftest import ROOT, losses, metrics, mostly_slow
+from conftest import ROOT, in_tiers, losses, metrics
 
 from jaxmnt.checkpoint.refs import find
 from jaxmnt.config.load import load_config
@@ -112,7 +112,7 @@ def test_settings_that_do_not_fit_are_named(settings, words, package):
 
 @pytest.mark.parametrize(
     ("mesh", "train"),
-    mostly_slow({0}, [({"pipeline": 2, "fsdp": 2, "model": 2}, {"microbatch_size": 2}), ({"fsdp": 4, "model": 2}, {})]),
+    in_tiers({0}, [({"pipeline": 2, "fsdp": 2, "model": 2}, {"microbatch_size": 2}), ({"fsdp": 4, "model": 2}, {})]),
 )
 def test_metrics_of_a_loss_are_counted_exactly(mesh, train):
     """In a vocabulary that devices share, over microbatches, chunks of tokens and stages."""

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import mostly_slow
+from conftest import in_tiers
 
 from jaxmnt.checkpoint.commit import newest_valid
 from jaxmnt.checkpoint.manifest import Manifest
@@ -171,7 +171,7 @@ def compare(shape, accumulate, schedule, kind):
     check(8, plain, **sections)
 
 
-@pytest.mark.parametrize(("shape", "accumulate", "schedule", "kind"), mostly_slow(QUICK, IN_TURN))
+@pytest.mark.parametrize(("shape", "accumulate", "schedule", "kind"), in_tiers(QUICK, IN_TURN))
 def test_gradients_are_those_of_one_device(shape, accumulate, schedule, kind):
     compare(shape, accumulate, schedule, kind)
 
@@ -213,7 +213,7 @@ STEADY = {
 }
 
 
-@pytest.mark.parametrize("name", mostly_slow({0}, list(STEADY)))
+@pytest.mark.parametrize("name", in_tiers({0}, list(STEADY)))
 def test_steady_ticks_change_nothing(name):
     """With many microbatches, most ticks run a forward beside a backward."""
     sections = STEADY[name]
@@ -228,7 +228,7 @@ def test_steady_ticks_change_nothing(name):
 
 
 @pytest.mark.parametrize(
-    "schedule", mostly_slow(set(), [{"schedule": "1f1b"}, {"schedule": "interleaved", "chunks": 2}]), ids=str
+    "schedule", in_tiers(set(), [{"schedule": "1f1b"}, {"schedule": "interleaved", "chunks": 2}]), ids=str
 )
 def test_what_does_not_divide(schedule):
     """Six devices as 3 stages of 7 layers, 1 key/value head on 2 devices, 257 token ids, dropout, 5 microbatches."""
@@ -242,7 +242,7 @@ def test_what_does_not_divide(schedule):
     check(6, plain, mesh={"pipeline": 3, "model": 2}, train={"microbatch_size": 1}, pipeline=schedule)
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "ways"), mostly_slow(set(), [(8, 1, 8), (12, 4, 6), (6, 3, 2)]))
+@pytest.mark.parametrize(("heads", "kv_heads", "ways"), in_tiers(set(), [(8, 1, 8), (12, 4, 6), (6, 3, 2)]))
 def test_shared_heads_that_do_not_divide(heads, kv_heads, ways):
     """Also where a device's queries need two key/value heads of which each has another number of queries."""
     model = {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": 4, "num_layers": 1, "hidden_size": 24}
@@ -252,7 +252,7 @@ def test_shared_heads_that_do_not_divide(heads, kv_heads, ways):
 
 @pytest.mark.parametrize(
     "sections",
-    mostly_slow({3, 6, 11}, [
+    in_tiers({3, 6, 11}, [
         {"mesh": {"fsdp": 4, "model": 2, "zero": 2}, "train": {"microbatch_size": 1}},
         {"mesh": {"fsdp": 2, "data": 2, "model": 2, "zero": 1}, "train": {"microbatch_size": 1}},
         {"mesh": {"fsdp": 2, "pipeline": 2, "data": 2, "zero": 1}, "train": {"microbatch_size": 1}},
@@ -281,7 +281,7 @@ ALTERNATING = {"family": "gemma3", "sliding_window": 5, "sliding_window_pattern"
 
 @pytest.mark.parametrize(
     "sections",
-    mostly_slow({0}, [
+    in_tiers({0}, [
         {"mesh": {"fsdp": 8}, "train": {"microbatch_size": 1}},
         {"mesh": {"fsdp": 4, "model": 2}, "train": {"remat": "dots", "microbatch_size": 2}, "model": ALTERNATING},
         {"mesh": {"fsdp": 2, "data": 4}, "train": {"remat": "full", "layer_unroll": 2, "reduce_dtype": "bfloat16"}},
@@ -305,7 +305,7 @@ def test_weights_that_are_gathered_ahead_change_nothing(sections):
 
 @pytest.mark.parametrize(
     "sections",
-    mostly_slow({0}, [
+    in_tiers({0}, [
         {"mesh": {"fsdp": 2, "model": 4}, "model": RING | {"num_kv_heads": 2}, "train": {"remat": "dots"}},
         {"mesh": {"pipeline": 2, "model": 2, "data": 2}, "model": SPLIT, "train": {"microbatch_size": 3}},
         {"mesh": {"model": 8}, "model": RING | {"num_kv_heads": 2}, "train": {"remat": "full", "microbatch_size": 2}},

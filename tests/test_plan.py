@@ -11,7 +11,7 @@ from importlib.machinery import ModuleSpec
 
 import jax
 import pytest
-from conftest import ROOT, command, mostly_slow
+from conftest import ROOT, command, in_tiers
 
 from jaxmnt.config.load import load_config, parse_config
 from jaxmnt.errors import ConfigError
@@ -351,7 +351,7 @@ MESHES = [
 ]
 
 
-@pytest.mark.parametrize(("mesh", "remat"), mostly_slow({0, 5, 9, 12}, MESHES), ids=str)
+@pytest.mark.parametrize(("mesh", "remat"), in_tiers({0, 5, 9, 12}, MESHES), ids=str)
 def test_no_more_is_sent_than_the_scheme_needs(mesh, remat):
     """On virtual devices, where all is float32."""
     chosen = parse_config(
@@ -456,21 +456,22 @@ def test_a_plan_is_told_how_many_devices_an_axis_of_the_rest_has(arguments, opti
 
 
 CLUSTER_MESHES = [
-    (),  # the recipe's own
-    ("mesh.fsdp=16", "mesh.model=8"),
-    ("mesh.fsdp=1", "mesh.data=8", "mesh.pipeline=2", "mesh.model=8", "train.microbatch_size=1"),
-    ("mesh.fsdp=1", "mesh.data=2", "mesh.pipeline=8", "mesh.model=8", "train.microbatch_size=1"),
+    "",  # the recipe's own
+    "mesh.fsdp=16 mesh.model=8",
+    "mesh.fsdp=1 mesh.data=8 mesh.pipeline=2 mesh.model=8 train.microbatch_size=1",
+    "mesh.fsdp=1 mesh.data=2 mesh.pipeline=8 mesh.model=8 train.microbatch_size=1",
 ]
 
 
-@pytest.mark.slow
+CLUSTER_PROGRAMS = [(mesh, recipe) for mesh in CLUSTER_MESHES for recipe in ("llama-8b", "qwen-72b")]
+
+
 @pytest.mark.filterwarnings("ignore:Error reading persistent compilation cache")  # such programs cannot be loaded
-@pytest.mark.parametrize("recipe", ["llama-8b", "qwen-72b"])
-@pytest.mark.parametrize("mesh", CLUSTER_MESHES, ids=" ".join)
-def test_the_program_of_128_gpus_keeps_to_its_budget(recipe, mesh, monkeypatch):
+@pytest.mark.parametrize(("mesh", "recipe"), in_tiers(set(), CLUSTER_PROGRAMS), ids=str)
+def test_the_program_of_128_gpus_keeps_to_its_budget(mesh, recipe, monkeypatch):
     """The real GPU program: what it sends, what it keeps, and that nothing whole is anywhere."""
     recipe_file = ROOT / "configs" / f"{recipe}.yaml"
-    spec, report, text = report_for_128_gpus(recipe_file, " ".join(mesh), monkeypatch)
+    spec, report, text = report_for_128_gpus(recipe_file, mesh, monkeypatch)
     config = spec.config
     hold_to_budget(spec, report)
     memory = report["memory"]
@@ -566,58 +567,55 @@ def test_packed_rows_are_cudnns_too():
     assert memory["packed"] <= 1.1 * memory["windows"]
 
 
-@pytest.mark.slow
+PEAKS = [
+    # Of 23: zeros of four gradients at the start.
+    (16, "mesh.data=16 mesh.fsdp=8 train.remat=full", 18),
+    # Of 3.5: those of the head's, kept for another gradient of the same shape.
+    (
+        8,
+        "mesh.data=4 mesh.fsdp=8 mesh.model=2 model.preset=llama3.2-1b data.sequence_length=2048 "
+        "data.global_batch_size=128 train.microbatch_size=1 train.remat=none",
+        3.3,
+    ),
+    # Of 20.6: those of all layers, with one microbatch.
+    (
+        16,
+        "mesh.data=16 mesh.fsdp=8 model.preset=qwen3-14b data.sequence_length=2048 data.global_batch_size=128 "
+        "train.microbatch_size=1 train.remat=dots",
+        20.1,
+    ),
+    # Of 9.7: the same beside the head's gradient, whole.
+    (
+        8,
+        "mesh.data=4 mesh.fsdp=8 mesh.model=2 model.preset=qwen3-14b data.sequence_length=2048 "
+        "data.global_batch_size=32 train.microbatch_size=1 train.remat=dots",
+        9.2,
+    ),
+    # Of 11.0: the embedding and the head that the first of two microbatches has gathered.
+    (
+        8,
+        "mesh.data=2 mesh.fsdp=32 data.sequence_length=8192 data.global_batch_size=128 train.microbatch_size=1 "
+        "train.remat=full",
+        9.5,
+    ),
+    # Of 7.5: the head's gradient, whole until the backward of all layers is done.
+    (
+        16,
+        "mesh.fsdp=128 data.sequence_length=8192 data.global_batch_size=512 train.microbatch_size=1 train.remat=full",
+        6.2,
+    ),
+    # Of 17.4: a copy, in another order, of the gradients of all MLPs' last weights.
+    (
+        8,
+        "mesh.data=32 mesh.fsdp=2 model.preset=mistral-7b-v0.3 data.sequence_length=2048 data.global_batch_size=64 "
+        "train.microbatch_size=1 train.remat=full",
+        16.4,
+    ),
+]
+
+
 @pytest.mark.filterwarnings("ignore:Error reading persistent compilation cache")  # such programs cannot be loaded
-@pytest.mark.parametrize(
-    ("hosts", "overrides", "most"),
-    [
-        # Of 23: zeros of four gradients at the start.
-        (16, "mesh.data=16 mesh.fsdp=8 train.remat=full", 18),
-        # Of 3.5: those of the head's, kept for another gradient of the same shape.
-        (
-            8,
-            "mesh.data=4 mesh.fsdp=8 mesh.model=2 model.preset=llama3.2-1b data.sequence_length=2048 "
-            "data.global_batch_size=128 train.microbatch_size=1 train.remat=none",
-            3.3,
-        ),
-        # Of 20.6: those of all layers, with one microbatch.
-        (
-            16,
-            "mesh.data=16 mesh.fsdp=8 model.preset=qwen3-14b data.sequence_length=2048 data.global_batch_size=128 "
-            "train.microbatch_size=1 train.remat=dots",
-            20.1,
-        ),
-        # Of 9.7: the same beside the head's gradient, whole.
-        (
-            8,
-            "mesh.data=4 mesh.fsdp=8 mesh.model=2 model.preset=qwen3-14b data.sequence_length=2048 "
-            "data.global_batch_size=32 train.microbatch_size=1 train.remat=dots",
-            9.2,
-        ),
-        # Of 11.0: the embedding and the head that the first of two microbatches has gathered.
-        (
-            8,
-            "mesh.data=2 mesh.fsdp=32 data.sequence_length=8192 data.global_batch_size=128 train.microbatch_size=1 "
-            "train.remat=full",
-            9.5,
-        ),
-        # Of 7.5: the head's gradient, whole until the backward of all layers is done.
-        (
-            16,
-            "mesh.fsdp=128 data.sequence_length=8192 data.global_batch_size=512 train.microbatch_size=1 "
-            "train.remat=full",
-            6.2,
-        ),
-        # Of 17.4: a copy, in another order, of the gradients of all MLPs' last weights.
-        (
-            8,
-            "mesh.data=32 mesh.fsdp=2 model.preset=mistral-7b-v0.3 data.sequence_length=2048 data.global_batch_size=64 "
-            "train.microbatch_size=1 train.remat=full",
-            16.4,
-        ),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("hosts", "overrides", "most"), in_tiers(set(), PEAKS), ids=str)
 def test_nothing_large_lies_in_memory_while_nothing_needs_it(hosts, overrides, most):
     config = load_config(ROOT / "configs" / "llama-8b.yaml", overrides.split())
     spec = build_spec(config, config.model.vocab_size, gpu_devices(CHIPS["h200"], hosts, 8))
@@ -659,6 +657,7 @@ def test_weights_that_are_gathered_once_are_not_copied_into_another_order():
     assert orders and {*orders} == {"{2,1,0"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", [{"remat": "full"}, {"microbatch_size": 1}], ids=str)
 def test_what_a_lever_saves_is_what_the_compiled_step_lacks(setting):
     tree = {
@@ -682,6 +681,7 @@ def test_what_a_lever_saves_is_what_the_compiled_step_lacks(setting):
     assert much.startswith("no single setting makes it fit: make mesh.fsdp at least 7 times as large; train")
 
 
+@pytest.mark.slow
 def test_levers_of_zero_are_what_is_whole():
     """With ZeRO 1, weights in the compute dtype and their gradients."""
     tree = {

@@ -44,6 +44,7 @@ H100 = rates_of(CHIPS["h100"])
 LLAMA_8B = decoder(32, 4096, 32, 8, 14336, 128256)
 
 
+@pytest.mark.slow
 def test_published_runs_are_met():
     """Without compiling, the convention of each source set first."""
     rows, left = published.rows_of(published.DATA)

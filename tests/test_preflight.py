@@ -290,6 +290,7 @@ def test_two_processes_on_this_machine(tiny_file, tmp_path):
     assert not [path for path in (tmp_path / "run").iterdir() if path.name.startswith(".preflight")]
 
 
+@pytest.mark.slow
 def test_a_single_process_and_wrong_arguments(tiny_file):
     alone = command("jaxmnt.preflight", "--config", str(tiny_file))
     assert alone.returncode == 0 and "matrix product" in alone.stdout, alone.stderr

@@ -18,7 +18,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from conftest import command, mostly_slow
+from conftest import command, in_tiers
 
 import jaxmnt.prepare
 from jaxmnt.config.load import parse_config
@@ -186,6 +186,7 @@ def test_same_input_same_bytes_for_any_number_of_workers(texts, lines, tmp_path)
     assert contents(tmp_path / "other") == contents(tmp_path / "again") != contents(tmp_path / "1")
 
 
+@pytest.mark.slow
 def test_killed_half_way_it_goes_on(tmp_path):
     """By SIGKILL, so nothing can be tidied up; the output is refused until it is whole, and then as if never killed."""
     folder = tmp_path / "text"
@@ -520,7 +521,7 @@ def test_other_bad_input(tmp_path, make, options, message):
     assert not (tmp_path / "out" / "manifest.json").exists()
 
 
-@pytest.mark.parametrize(("suffix", "share"), mostly_slow({0, 5}, list(product(["gz", "zst"], [0.5, 0.6, 0.99]))))
+@pytest.mark.parametrize(("suffix", "share"), in_tiers({0, 5}, list(product(["gz", "zst"], [0.5, 0.6, 0.99]))))
 def test_a_compressed_file_that_was_cut_off_is_named(tmp_path, suffix, share):
     """Also where the cut falls between two lines: what is missing must not go unnoticed."""
     import zstandard

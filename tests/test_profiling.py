@@ -52,6 +52,7 @@ def test_a_profile_is_made_once_and_changes_nothing(tiny, tmp_path):
     assert losses(run) == losses(alone)
 
 
+@pytest.mark.slow
 def test_a_file_and_a_signal_ask_for_profiles(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(profiling, "_POLL_SECONDS", 0.02)
     run, asked = tmp_path / "run", []

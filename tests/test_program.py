@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import mostly_slow
+from conftest import in_tiers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -138,7 +138,7 @@ MESHES = [
 ]
 
 
-@pytest.mark.parametrize(("mesh", "devices", "sections"), mostly_slow({3, 5}, MESHES))
+@pytest.mark.parametrize(("mesh", "devices", "sections"), in_tiers({3, 5}, MESHES))
 def test_every_split_computes_the_same(mesh, devices, sections):
     """Losses, gradient norms and parameters agree with one device and one pass."""
     plain = {name: {k: v for k, v in items.items() if k not in ("microbatch_size", "remat", "layer_unroll")}
@@ -193,7 +193,7 @@ def test_data_axis_is_reduced_once_a_step_and_the_head_is_gathered_once_a_pass()
 
 
 @pytest.mark.parametrize(
-    ("remat", "precision"), mostly_slow({1, 2}, list(product(["none", "dots", "full"], ["float32", "bfloat16"])))
+    ("remat", "precision"), in_tiers({1, 2}, list(product(["none", "dots", "full"], ["float32", "bfloat16"])))
 )
 def test_whole_weights_are_never_kept_for_the_backward_pass(remat, precision):
     """No loop over layers hands out whole weights of all layers, which would cost what fsdp saves."""

@@ -197,6 +197,7 @@ def test_a_run_says_what_it_takes_and_names_a_slow_device(tiny, monkeypatch, cap
     assert any(line.get("mean", {}).get("probe") for line in phases)
 
 
+@pytest.mark.slow
 def test_all_of_it_can_be_turned_off(tiny, tmp_path):
     off = ("telemetry.phases=false", "telemetry.resources_every_seconds=null", "telemetry.probe_every=0")
     assert train(tiny("train.steps=5", *off)) == 0

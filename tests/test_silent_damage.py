@@ -7,7 +7,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from conftest import command, events, mostly_slow
+from conftest import command, events, in_tiers
 
 from jaxmnt.config.mesh import Mesh
 from jaxmnt.errors import UserError
@@ -54,7 +54,7 @@ def with_flip(monkeypatch, at_step: int, part: str, number: int) -> None:
 @pytest.mark.parametrize("part", ["params", "optimizer"])
 @pytest.mark.parametrize(
     ("mesh", "odd"),
-    mostly_slow(
+    in_tiers(
         {1}, [(["mesh.data=4"], [2]), (["mesh.data=2", "mesh.fsdp=2"], [0, 2]), (["mesh.data=4", "mesh.model=2"], [2])]
     ),
     ids=str,

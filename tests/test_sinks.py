@@ -90,6 +90,7 @@ def test_the_numbers_of_a_line_by_name():
     assert scalars(evaluation) == {"eval/loss": 2.0, "eval/seconds": 4.0, "eval/web/loss": 1.5}
 
 
+@pytest.mark.slow
 def test_a_sink_of_ones_own_hears_of_a_run_and_of_its_restart(tiny):
     settings = ("telemetry.sinks=[test_sinks.Kept]", "train.steps=10", "train.eval_every=5", "telemetry.project=mine")
     assert train(tiny(*settings, "train.stop_after=6")) == ExitCode.STOPPED

@@ -108,6 +108,7 @@ def test_a_budget_needs_a_price(tiny, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_run_stops_at_its_budget_and_does_not_begin_again(tiny, tmp_path):
     """A price of 1 a second, of which compiling alone takes more than the budget."""
     limits = ["launch.cost_per_gpu_hour=3600", "run.budget=1", "train.steps=100000"]

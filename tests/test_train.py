@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 import yaml
-from conftest import command, events, losses, metrics, mostly_slow
+from conftest import command, events, in_tiers, losses, metrics
 
 from jaxmnt import generate, prepare
 from jaxmnt.checkpoint.commit import newest_valid, step_directories
@@ -68,6 +68,7 @@ def test_run_directory(whole_run):
     assert kinds.count("checkpoint_begin") == kinds.count("checkpoint_commit") == 4
 
 
+@pytest.mark.slow
 def test_learns_more_than_frequencies(tiny):
     """Given some steps the held-out loss is under that of a model that knows only how frequent each byte is."""
     config = tiny("train.steps=120", "optimizer.learning_rate=1e-2", "checkpoint.every_steps=0")
@@ -78,7 +79,7 @@ def test_learns_more_than_frequencies(tiny):
 
 @pytest.mark.parametrize(
     ("devices", "overrides"),
-    mostly_slow({4}, [
+    in_tiers({4}, [
         (8, ["mesh.data=8"]),
         (8, ["mesh.fsdp=8"]),
         (8, ["mesh.model=4", "mesh.data=2"]),
@@ -114,7 +115,7 @@ def test_stop_and_resume_is_bit_identical(tiny, whole_run):
 
 
 @pytest.mark.parametrize(
-    "damage", mostly_slow({1, 3}, ["orbax marker", "our marker", "half written", "missing file", "unfinished"])
+    "damage", in_tiers({1, 3}, ["orbax marker", "our marker", "half written", "missing file", "unfinished"])
 )
 def test_a_checkpoint_that_is_not_committed_is_never_read(tiny, whole_run, capsys, damage):
     config = tiny()
@@ -408,6 +409,7 @@ def sampled(tiny, devices, *overrides):
     return [[(one["prompt"], one["text"]) for one in event["samples"]] for event in told], config.run.dir
 
 
+@pytest.mark.slow
 def test_prompts_are_continued_after_each_evaluation(tiny, capsys):
     texts, directory = sampled(tiny, 1)
     assert capsys.readouterr().out.count("\nsample  ") == 6
