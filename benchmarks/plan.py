@@ -140,7 +140,7 @@ def save(folder: Path, only: str) -> None:
         for mesh, rows in MESHES
         for chip in EXPOSED_ON
     }
-    for rows in (1, 2):
+    for rows in (1, 2, 4):
         cases[f"published-b300-{rows}-rows"] = (*PUBLISHED, rows, "b300", *OF_PUBLISHED)
     folder.mkdir(parents=True, exist_ok=True)
     for name, case in cases.items():

@@ -49,6 +49,14 @@ def cases(module: ModuleType, count: int, placement: Placement) -> dict:
         "scatter_sequence of parts": (
             "model", lambda x: module.scatter_sequence(x, placement, "heads"), lambda x: pieces(x.sum(0), count), count,
         ),
+        "gather_pieces": (
+            "model", lambda x: module.join_pieces(module.gather_pieces(x, placement), placement),
+            lambda x: everywhere(joined(x), count), 1,
+        ),
+        "scatter_pieces": (
+            "model", lambda x: module.scatter_pieces(module.cut_into_pieces(x, placement), placement),
+            lambda x: pieces(x.sum(0), count), count,
+        ),
         "local_shard": (
             "model", lambda x: module.local_shard(x, placement),
             lambda x: jnp.stack([pieces(one, count)[device] for device, one in enumerate(x)]), count,
@@ -121,12 +129,14 @@ def test_transpose_is_that_of_whole_arrays(name, count):
         ("sum_over", "_with_transpose(psum, psum)", "_with_transpose(psum, lambda x: x)"),
         ("sum_over_stages", "_with_transpose(psum, psum)", "_with_transpose(psum, lambda x: 2 * psum(x))"),
         ("broadcast_from_stage", "_with_transpose(psum, psum)", "_with_transpose(psum, lambda x: x)"),
+        ("gather_sequence", "_with_transpose(gather, scatter)", "_with_transpose(gather, lambda x: scatter(x) / 2)"),
         (
-            "gather_sequence",
-            "functools.partial(_sum_and_scatter, mesh_axes))",
-            "lambda x: _sum_and_scatter(mesh_axes, x) / 2)",
+            "scatter_sequence of parts",
+            "_with_transpose(scatter, gather)",
+            "_with_transpose(scatter, lambda x: 2 * gather(x))",
         ),
-        ("scatter_sequence of parts", "functools.partial(_gather, mesh_axes))", "lambda x: 2 * _gather(mesh_axes, x))"),
+        ("gather_pieces", "jnp.swapaxes(x_NBS, 0, 1)", "x_NBS.reshape(-1, *x_NBS.shape[:1], *x_NBS.shape[2:])"),
+        ("scatter_pieces", "*x_BL.shape[2:]), 0, 1)", "*x_BL.shape[2:]), 0, 0)"),
         ("share_of", "x / placement.num_shards(axis)", "x"),
         ("shift_stage forward=True circular=False", "(send, send_back)", "(send, send)"),
     ],

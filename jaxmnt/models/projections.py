@@ -5,10 +5,14 @@ summed and scattered on the way out. This happens all at once or, with `model.ov
 one piece travels while another is multiplied. Both ways compute the same products of rows and columns. Only the order
 of the sums over devices differs.
 
+Products of all pieces at once are computed in the order in which pieces are gathered: first the pieces of all rows that
+the first device sent. Only the results of the products into attention and MLP, and the arguments of those out of them,
+are put in the order of rows. XLA fuses most of this with what an MLP or attention does to these arrays anyway.
+
 A weight may have an adapter (`models.adapters`), whose low-rank product is added to the weight's. It needs no further
 communication, except that the ring scatters the first of its two products.
 
-Shapes: B batch, L length, S a device's piece of the length, D model, R rank of an adapter.
+Shapes: B batch, L length, S a device's piece of the length, P pieces of all rows, D model, R rank of an adapter.
 """
 
 import functools
@@ -27,10 +31,13 @@ from jaxmnt.parallel.collectives import (
     PROJECTED,
     SCATTERED,
     WHOLE_SEQUENCE,
+    cut_into_pieces,
     gather_piece_by_piece,
-    gather_sequence,
+    gather_pieces,
+    join_pieces,
     piece_of_length,
     scatter_piece_by_piece,
+    scatter_pieces,
     scatter_sequence,
     with_backward,
 )
@@ -79,8 +86,8 @@ def project_gathered(
     heads_by_weight = tuple(heads or [None] * len(weights))
     pairs = list(zip(weights, heads_by_weight, strict=True))
     if placement.overlap != "ring":
-        x_BLD = gather_sequence(x_BSD, placement)
-        return tuple(project(x_BLD, weight, weight_heads) for weight, weight_heads in pairs)
+        x_PSD = gather_pieces(x_BSD, placement)
+        return tuple(join_pieces(project(x_PSD, weight, weight_heads), placement) for weight, weight_heads in pairs)
 
     def ring(pairs: Sequence[tuple[Array, HeadIndices]]) -> tuple[Array, ...]:
         modes = tuple(_choose_mode(x_BSD, weight, weight_heads) for weight, weight_heads in pairs)
@@ -100,8 +107,10 @@ def project_scattered(x: Array, weight: Weight, placement: Placement, summed_axi
     """Returns [B, S, D], the product of x [B, L, *in] and a weight [*in, D], summed over devices and scattered along
     the length. This is the way out of attention and MLP. `summed_axis` is the logical axis along which `in` is
     divided among devices."""
-    if placement.overlap != "ring" or not placement.mesh_axes(summed_axis):
+    if not placement.mesh_axes("sequence") or not placement.mesh_axes(summed_axis):
         return scatter_sequence(project(x, weight), placement, summed_axis)
+    if placement.overlap != "ring":
+        return scatter_pieces(project(cut_into_pieces(x, placement), weight), placement)
     if isinstance(weight, AdaptedWeight):
         product_BSD = project_scattered(x, weight.weight, placement, summed_axis)
         low_BSR = scatter_sequence(project(x, weight.a), placement, summed_axis)

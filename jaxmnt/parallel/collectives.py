@@ -6,7 +6,7 @@ array), or *partial* (the array is the sum over the devices). The gradient of a 
 replicated one is partial, and that of a partial one is replicated; docs/models.md has the rules. JAX cannot derive the
 transposes: under `check_vma=False` it does not know which array is which.
 
-Shapes: B batch, L length, S this device's piece of the length, D model.
+Shapes: B batch, L length, S this device's piece of the length, N pieces of a row, P pieces of all rows, D model.
 """
 
 import functools
@@ -173,16 +173,56 @@ def stage_index() -> Array:
 
 def gather_sequence(x_BSD: Array, placement: Placement, axis: str = "sequence") -> Array:
     """Gathers an array [B, L, D] whose length is split along the logical `axis`, so that the split array becomes
-    replicated. Used at the input of attention and MLP."""
+    replicated."""
     mesh_axes = placement.mesh_axes(axis)
     if not mesh_axes:
         return x_BSD
-    gather = _with_transpose(functools.partial(_gather, mesh_axes), functools.partial(_sum_and_scatter, mesh_axes))
+    gather, _ = _gather_and_scatter(mesh_axes, dimension=1)
     return checkpoint_name(gather(x_BSD), WHOLE_SEQUENCE)
 
 
+def gather_pieces(x_BSD: Array, placement: Placement) -> Array:
+    """Gathers an array [B, L, D] whose length is split, so that the split array becomes replicated. Returns the pieces
+    one after another, [P, S, D]. Those of the first device come first. Used at the input of attention and MLP.
+
+    XLA for GPUs gathers along the first dimension. If the result had another order, it would copy the whole result. A
+    single row has the same order either way, and is returned whole, [1, L, D].
+    """
+    mesh_axes = placement.mesh_axes("sequence")
+    if not mesh_axes:
+        return x_BSD
+    gather, _ = _gather_and_scatter(mesh_axes, dimension=1 if len(x_BSD) == 1 else 0)
+    return checkpoint_name(gather(x_BSD), WHOLE_SEQUENCE)
+
+
+def scatter_pieces(x_PSD: Array, placement: Placement) -> Array:
+    """Sums pieces of the length, [P, S, D] in the order of `gather_pieces`, and returns this device's, [B, S, D]. A
+    partial array becomes split. Used at the output of attention and MLP."""
+    _, scatter = _gather_and_scatter(placement.mesh_axes("sequence"), dimension=1 if len(x_PSD) == 1 else 0)
+    return checkpoint_name(scatter(x_PSD), SCATTERED)
+
+
+def join_pieces(x_PS: Array, placement: Placement) -> Array:
+    """Returns rows [B, L, …] from their pieces, [P, S, …] in the order of `gather_pieces`."""
+    if len(x_PS) == 1:
+        return x_PS
+    x_NBS = x_PS.reshape(placement.num_shards("sequence"), -1, *x_PS.shape[1:])
+    x_BNS = jnp.swapaxes(x_NBS, 0, 1)
+    return x_BNS.reshape(x_BNS.shape[0], -1, *x_PS.shape[2:])
+
+
+def cut_into_pieces(x_BL: Array, placement: Placement) -> Array:
+    """Returns the pieces of rows [B, L, …], [P, S, …] in the order of `gather_pieces`."""
+    batch, length = x_BL.shape[:2]
+    if batch == 1:
+        return x_BL
+    pieces = placement.num_shards("sequence")
+    x_NBS = jnp.swapaxes(x_BL.reshape(batch, pieces, length // pieces, *x_BL.shape[2:]), 0, 1)
+    return x_NBS.reshape(-1, *x_NBS.shape[2:])
+
+
 def scatter_sequence(x_BLD: Array, placement: Placement, summed_axis: str, axis: str = "sequence") -> Array:
-    """Sums or slices an array [B, L, D] to this device's piece [B, S, D], at the output of attention and MLP.
+    """Sums or slices an array [B, L, D] to this device's piece [B, S, D].
 
     `summed_axis` is the logical axis that the preceding product or lookup summed over. If the mesh splits that axis,
     the array is partial and is summed and scattered; otherwise it is replicated and is sliced. If the length is not
@@ -194,7 +234,7 @@ def scatter_sequence(x_BLD: Array, placement: Placement, summed_axis: str, axis:
         return _sum(x_BLD, tuple(name for name in placement.mesh_axes(summed_axis) if name != STAGE_AXIS))
     if not placement.mesh_axes(summed_axis):
         return local_shard(x_BLD, placement, axis)
-    scatter = _with_transpose(functools.partial(_sum_and_scatter, mesh_axes), functools.partial(_gather, mesh_axes))
+    _, scatter = _gather_and_scatter(mesh_axes, dimension=1)
     return checkpoint_name(scatter(x_BLD), SCATTERED)
 
 
@@ -267,13 +307,23 @@ def sum_and_scatter_chunks(x: Array, placement: Placement, dimension: int) -> Ar
     return _sum_and_scatter(placement.mesh_axes("length"), x, dimension=dimension)
 
 
-def _gather(mesh_axes: tuple[str, ...], x: Array, dimension: int = 1) -> Array:
-    """Gathers an array along a dimension, by default its length."""
+def _gather_and_scatter(
+    mesh_axes: tuple[str, ...], dimension: int
+) -> tuple[Callable[[Array], Array], Callable[[Array], Array]]:
+    """Returns a function that gathers an array along a dimension, and one that sums and scatters it. Each is the
+    other's transpose."""
+    gather = functools.partial(_gather, mesh_axes, dimension=dimension)
+    scatter = functools.partial(_sum_and_scatter, mesh_axes, dimension=dimension)
+    return _with_transpose(gather, scatter), _with_transpose(scatter, gather)
+
+
+def _gather(mesh_axes: tuple[str, ...], x: Array, *, dimension: int) -> Array:
+    """Gathers an array along a dimension."""
     return jax.lax.all_gather(x, mesh_axes, axis=dimension, tiled=True)
 
 
-def _sum_and_scatter(mesh_axes: tuple[str, ...], x: Array, dimension: int = 1) -> Array:
-    """Sums an array over devices, and scatters the sum along a dimension, by default its length."""
+def _sum_and_scatter(mesh_axes: tuple[str, ...], x: Array, *, dimension: int) -> Array:
+    """Sums an array over devices, and scatters the sum along a dimension."""
     return jax.lax.psum_scatter(x, mesh_axes, scatter_dimension=dimension, tiled=True)
 
 
