@@ -26,6 +26,7 @@ from jaxmnt.plan.report import HOST_WAIT_SECONDS, condition_rows, ideal_state_by
 from jaxmnt.plan.show import _round_lines
 from jaxmnt.plan.targets import gpu_devices
 from jaxmnt.plan.timeline import replay_program
+from jaxmnt.plan.zero import choose_zero
 from jaxmnt.run.arguments import parse_arguments
 from jaxmnt.training.build import build_spec
 from jaxmnt.training.compile import compile_step
@@ -477,6 +478,9 @@ def test_the_program_of_128_gpus_keeps_to_its_budget(mesh, recipe, monkeypatch):
     memory = report["memory"]
     assert memory["params"] + memory["optimizer"] <= 1.01 * ideal_state_bytes(spec)
     assert memory["peak"] <= CHIPS["h100"].memory
+    if spec.schedule.steady_ticks and spec.placement.stages == 1:
+        estimated_peaks = {stage.zero: stage.peak for stage in choose_zero(spec, CHIPS["h100"]).stages}
+        assert memory["peak"] == pytest.approx(estimated_peaks[spec.zero], rel=0.1)
     step = report["timeline"]
     assert step["work_seconds"] > 3 and sum(one["exposed_seconds"] for one in report["collectives"]) == pytest.approx(
         step["exposed_seconds"], rel=1e-2

@@ -200,6 +200,9 @@ def estimate_memory(
     per_layer = lambda row_bytes: row_bytes * scheme.whole_rows / model.depth
     recomputed = per_layer(row_residuals_without_remat - row_residuals)
     in_backward = _memory_in_backward(model, scheme, per_layer(row_residuals), multiples) + recomputed
+    if scheme.steady and stages == 1:
+        # A layer of another microbatch runs forward at the same time.
+        in_backward += per_layer(row_residuals_without_remat)
     in_loss = _memory_in_loss(model, scheme, multiples, loss_chunk)
     # The embedding's gradient is computed unsharded. With ZeRO 1, `gradients` contains it already. With ZeRO 2,
     # counting it would not improve the estimates.
