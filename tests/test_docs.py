@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, in_tiers
 
 from jaxmnt.config.describe import json_schema
 from jaxmnt.config.load import load_config
@@ -47,25 +47,36 @@ COMMANDS = {
     str(page.relative_to(ROOT)): [commands for marked, commands in BLOCK.findall(page.read_text()) if not marked]
     for page in PAGES
 }
+PAGES_WITH_COMMANDS = [page for page, commands in COMMANDS.items() if commands]
+EXAMPLES = [page for page in PAGES_WITH_COMMANDS if page.startswith("examples/")]
 RECIPE = re.compile(r"((?:train|--) --config examples/\w+/\w+\.yaml)(?! --dry-run)")
 
 
-@pytest.mark.parametrize(
-    "shorter",
-    [
-        pytest.param(r"\1 train.steps=8 optimizer.warmup_steps=2", marks=pytest.mark.slow, id="shorter"),
-        pytest.param(r"\1", marks=pytest.mark.exhaustive, id="whole"),
-    ],
-)
-@pytest.mark.parametrize("page", [page for page, commands in COMMANDS.items() if commands])
-def test_commands_of_a_page(checkout, page, shorter):
-    """Every shell block that is not marked, in the order in which a reader meets them. In CI, the runs of examples end
-    after a few steps."""
-    for folder in ("data", "runs"):
-        shutil.rmtree(checkout / folder, ignore_errors=True)
+def run_commands(folder, page, arguments=""):
+    """Runs every shell block that is not marked, in the order in which a reader meets them. Training of examples gets
+    the arguments."""
+    for made in ("data", "runs"):
+        shutil.rmtree(folder / made, ignore_errors=True)
     for commands in COMMANDS[page]:
-        result = shell(checkout, RECIPE.sub(shorter, commands))
+        result = shell(folder, RECIPE.sub(rf"\1{arguments}", commands))
         assert result.returncode == 0, f"{page}:\n{commands}\n{result.stdout}\n{result.stderr}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", [page for page in PAGES_WITH_COMMANDS if page not in EXAMPLES])
+def test_commands_of_a_page(checkout, page):
+    run_commands(checkout, page)
+
+
+@pytest.mark.parametrize("page", in_tiers(set(), EXAMPLES))
+def test_commands_of_an_example_that_ends_early(checkout, page):
+    run_commands(checkout, page, " train.steps=8 optimizer.warmup_steps=2")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("page", EXAMPLES)
+def test_commands_of_an_example(checkout, page):
+    run_commands(checkout, page)
 
 
 def test_links_of_all_pages():

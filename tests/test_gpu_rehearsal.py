@@ -19,7 +19,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess:
 
 
 @pytest.mark.long
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_every_part_runs(tmp_path):
     told = run("--rehearse", "--seconds", "3000", "--output", str(tmp_path / "results.jsonl"))
     assert told.returncode == 0, told.stdout[-3000:] + told.stderr[-3000:]

@@ -407,7 +407,7 @@ WAYS = {
 
 
 @pytest.mark.long
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_checkpoint_moves_between_meshes(tmp_path):
     """What any mesh saves any other restores, bit for bit: parameters and optimizer state."""
     model = {"num_layers": 7, "vocab_size": 257, "intermediate_size": 65, "num_kv_heads": 2}

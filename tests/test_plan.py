@@ -626,14 +626,13 @@ def test_nothing_large_lies_in_memory_while_nothing_needs_it(hosts, overrides, m
     assert compile_step(spec, abstract_state(spec)).memory_analysis().temp_size_in_bytes < most * 2**30
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Error reading persistent compilation cache")  # such programs cannot be loaded
-@pytest.mark.parametrize("mesh", [("mesh.model=4",), ("mesh.model=2", "mesh.pipeline=2")], ids=str)
+@pytest.mark.parametrize("mesh", in_tiers(set(), ["mesh.model=4", "mesh.model=2 mesh.pipeline=2"]))
 def test_stacks_are_not_copied_into_another_order(mesh):
     """What is gathered, XLA would have with the gathered dimension first: in the whole stacks of what forward has kept,
     and of weights."""
     overrides = (
-        "mesh.fsdp=2", *mesh, "train.remat=none", "train.microbatch_size=4", "data.sequence_length=4096",
+        "mesh.fsdp=2", *mesh.split(), "train.remat=none", "train.microbatch_size=4", "data.sequence_length=4096",
         "data.global_batch_size=64", "model.num_layers=4",
     )  # fmt: skip
     config = load_config(ROOT / "configs" / "llama-8b.yaml", list(overrides))
@@ -710,7 +709,7 @@ def test_levers_of_zero_are_what_is_whole():
     assert not {"mesh.zero=3", "mesh.zero=2"} & {*memory_suggestions(3), *memory_suggestions("auto")}
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:Error reading persistent compilation cache")  # such programs cannot be loaded
 def test_a_plan_that_does_not_fit_names_what_would_save_most():
     chip = CHIPS["h100"]

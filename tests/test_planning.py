@@ -14,6 +14,7 @@ import jax
 import plan_estimates
 import published
 import pytest
+from conftest import in_tiers
 from hypothesis import given
 from hypothesis import strategies as st
 from other_frameworks import decoder
@@ -469,8 +470,7 @@ def test_where_nothing_is_sharded_there_is_no_zero_to_choose():
     assert choice is None and again is None and config.mesh.zero == 3
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["llama-8b", "qwen-72b"])
+@pytest.mark.parametrize("recipe", in_tiers(set(), ["llama-8b", "qwen-72b"]))
 def test_what_a_step_is_expected_to_take(recipe):
     """At the start of a run, on GPUs that are known: as the search estimates it."""
     chip = CHIPS["h100"]

@@ -228,7 +228,7 @@ def prepare_stopped(inputs: list[Path], output: Path, **options):
         build(Selection(inputs), output, Settings(eval_fraction=0.0, part_bytes=10, **options), stop)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_part_that_left_long_records_out_is_not_gone_on_with_when_they_are_allowed(tmp_path):
     """The same input gives the same bytes, also in two goes."""
     for name in ("a", "b"):

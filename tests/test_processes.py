@@ -68,9 +68,7 @@ def test_a_run_moves_over_meshes_and_numbers_of_processes(tiny_file, tmp_path, r
         (2, (2, 2, 2, 1)),
         (4, (2, 1, 1, 4)),  # two processes share a shard of the batch
         (1, (8, 1, 1, 1)),
-        (2, (1, 1, 8, 1)),
         (4, (1, 2, 2, 2)),  # a stage is two processes
-        (2, (2, 1, 2, 2)),
     ]
     for leg, (processes, shape) in enumerate(legs):
         sizes = zip(("data", "pipeline", "fsdp", "model"), shape, strict=True)
@@ -480,7 +478,7 @@ def test_a_process_that_never_comes_is_no_failure(tiny_file, tmp_path, address):
     assert told == [run / "run.key"] and key not in result.stdout + result.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_processes_sample_together(tiny_file, tmp_path):
     """Stages are processes; what they write is the same text, and what one process writes."""
     asked = ["telemetry.samples=[ab, '']", "telemetry.sample_tokens=6", "train.steps=4", "train.eval_every=2"]
