@@ -204,7 +204,7 @@ def test_a_cpu_is_planned_for_by_what_it_attains(tiny_file, tmp_path):
     assert plan["prediction"]["work_seconds"] >= flops / 1e10
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_two_processes_are_measured_together(tiny_file, tmp_path):
     file = tmp_path / "rates.json"
     done = subprocess.run(

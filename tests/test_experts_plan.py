@@ -21,8 +21,8 @@ MESHES = [
     "",  # the recipe's own, without `expert`
     "mesh.fsdp=16 mesh.expert=8 train.microbatch_size=2",
     "mesh.fsdp=4 mesh.expert=8 mesh.model=4 mesh.allow_split_hosts=true train.microbatch_size=2",
-    "mesh.pipeline=4 mesh.fsdp=4 mesh.expert=8 train.microbatch_size=2",
     "mesh.data=2 mesh.fsdp=8 mesh.expert=8 model.num_experts=64 train.remat=none train.microbatch_size=1",
+    "mesh.pipeline=4 mesh.fsdp=4 mesh.expert=8 train.microbatch_size=2",
 ]
 
 
