@@ -133,7 +133,7 @@ def test_train_is_a_function_and_a_module(tiny):
         _ = jaxmnt.trane
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_notebook(tmp_path):
     """Its cells one after the other, in a process that has imported nothing."""
     cells = json.loads(NOTEBOOK.read_text())["cells"]

@@ -14,7 +14,7 @@ from conftest import ROOT
 from jaxmnt.distributed.identity import VARIABLES
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_two_processes_make_one_report_without_names(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as server:
         place = {"coordinator": f"127.0.0.1:{server.getsockname()[1]}", "processes": "2"}

@@ -447,8 +447,7 @@ def memory_of_long_rows(context, length, remat):
     return compiled.memory_analysis().temp_size_in_bytes, residual_bytes(spec), shapes
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("remat", ["none", "full"])
+@pytest.mark.parametrize("remat", in_tiers(set(), ["none", "full"]))
 def test_the_memory_of_long_rows_is_divided(remat, record_property):
     """Of rows of 131,072 tokens among 8 devices. Keys and values of whole rows are there twice, with their gradients,
     and a sum for the queries; all of it is float32 on a CPU."""
@@ -477,7 +476,7 @@ def test_no_device_holds_the_logits_of_whole_rows():
     assert max(math.prod(shape) for shape in shapes if vocab in shape) == length // 8 * vocab
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_long_rows_are_computed_block_by_block():
     loss, found = gradients_of_long_rows(8)
     wanted_loss, wanted = gradients_of_long_rows(1)

@@ -107,7 +107,7 @@ def test_processes_read_the_same_batches(mixture, tmp_path, reference, processes
     assert_same_batches(tmp_path / "run", reference)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_four_processes_stop_and_two_go_on(mixture, tmp_path, reference):
     config = mixture(tmp_path)
     stopped = launch(config, "train.stop_after=5", "data.read_threads=3", processes=4, devices=1)

@@ -204,7 +204,7 @@ def test_the_gpu_multiplies_in_float8_what_should_be_and_nothing_else(monkeypatc
     assert (count("__cublas$lt$matmul$f8"), count("__cublas$lt$matmul")) == (in_float8, others)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:Error reading persistent compilation cache")  # such programs cannot be loaded
 def test_what_is_gathered_on_gpus_is_half():
     """And no more is sent than the scheme needs."""

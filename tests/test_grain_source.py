@@ -203,7 +203,7 @@ def mixture(prepared, module, tmp_path):
     return make
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_two_processes_stop_and_one_goes_on(mixture, tmp_path):
     """The batches are those that the config means, and the documents are indexed once."""
     config, index = mixture("run"), tmp_path / "run" / "data_index"

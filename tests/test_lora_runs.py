@@ -105,7 +105,7 @@ def test_a_branch_whose_base_has_moved_goes_on_twice(adapted, base, prepared, tm
         train(without, devices=jax.devices()[:1])
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_it_moves_over_meshes_and_numbers_of_processes(tiny_file, base, tmp_path):
     """Each start, of two and of four processes, reads the base again, and proves it. A base that is not there ends all
     processes with a message."""
@@ -206,7 +206,7 @@ def test_models_are_loaded_with_their_base(adapted, base, tmp_path, capsys):
         score(["--run", str(base / "run"), "--input", str(lines), "--without-adapters"])
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_adapters_go_on_in_another_run(adapted, base, prepared, tmp_path):
     """`lora.init_from` of a run and of PEFT's files; averages of adapters; replays."""
     assert convert.main(["to-peft", str(adapted), str(tmp_path / "peft")]) == 0

@@ -154,6 +154,7 @@ def test_another_version_of_a_package(on_all, tmp_path):
     assert all("jaxlib version differs: 0.0.1 in process 1 on h1, " in text for _, text in ended)
 
 
+@pytest.mark.exhaustive
 def test_a_run_directory_that_is_not_shared(on_all, tmp_path):
     (tmp_path / "run").mkdir()
     ended = on_all("preflight", private={2: tmp_path / "run"}, extra=FROM_A_LAUNCHER)
@@ -164,6 +165,7 @@ def test_a_run_directory_that_is_not_shared(on_all, tmp_path):
     )
 
 
+@pytest.mark.exhaustive
 def test_without_a_launchers_key_a_run_directory_that_is_not_shared_is_seen_by_its_key(lab, on_all, tmp_path):
     (tmp_path / "run").mkdir()
     ended = on_all("preflight", "--wait", "20", private={2: tmp_path / "run"})
@@ -175,6 +177,7 @@ def test_without_a_launchers_key_a_run_directory_that_is_not_shared_is_seen_by_i
         assert "connected without the run's key" in text
 
 
+@pytest.mark.exhaustive
 def test_a_clock_that_is_wrong(on_all, tmp_path):
     """Set in Python: libfaketime holds a process of several threads for ever now and then."""
     (tmp_path / "ahead").mkdir()

@@ -201,7 +201,7 @@ def test_a_jump_is_that_of_the_updates_before_a_checkpoint(going_on, whole_run, 
     assert not steps_make_jump(checkpoint, going_on("optimizer.learning_rate=0.1"))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_run_keeps_its_zero_stage(going_on, capsys):
     """Whatever `auto` would choose now: also on another mesh, and also if a person has set it."""
     mesh = ("mesh.data=1", "mesh.fsdp=2", "train.microbatch_size=4")

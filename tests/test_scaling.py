@@ -177,7 +177,7 @@ def test_each_round_has_one_run_of_each_case(tiny_file, monkeypatch):
     assert seconds == [[(1.0, 4.0), (2.0, 5.0)], [(1.0, 4.0), (3.0, 6.0)]]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_study_on_one_and_two_processes(tiny_file, tmp_path):
     """It stands in the report of the run, too; no checkpoint of its runs is kept."""
     rates = tmp_path / "rates.json"

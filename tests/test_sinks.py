@@ -244,7 +244,7 @@ def test_weights_and_biases_offline_keeps_one_run(tiny_file, tmp_path):
     assert all(path.stat().st_size > 500 for path in written)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_trackio_keeps_one_run(tiny_file, tmp_path):
     import sqlite3
 
@@ -256,7 +256,7 @@ def test_trackio_keeps_one_run(tiny_file, tmp_path):
     assert {step: one["train/loss"] for step, one in told.items()} == by_step(tmp_path / "run")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_mlflow_keeps_one_run(tiny_file, tmp_path, monkeypatch):
     from mlflow import MlflowClient
 

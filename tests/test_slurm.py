@@ -109,6 +109,7 @@ def test_two_nodes_train_and_a_wrong_config_is_not_tried_again(slurm, submit, tm
     assert "ended with exit code 2; next: end" in log_of(run_dir, second)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.long
 def test_the_early_signal_leads_to_a_save_and_the_job_goes_on(slurm, submit, slow_steps, tmp_path, tiny_file):
     """Slurm's own --signal: it comes up to a minute early or late. The steps around the stop are taken again."""
@@ -134,6 +135,7 @@ def test_the_early_signal_leads_to_a_save_and_the_job_goes_on(slurm, submit, slo
     assert "the same" in text, text
 
 
+@pytest.mark.exhaustive
 def test_a_drill_through_srun(slurm, tiny_file, tmp_path):
     text = slurm.call(
         "env", "JAX_NUM_CPU_DEVICES=1", sys.executable, "-m", "jaxmnt.drill", "--config", str(tiny_file),

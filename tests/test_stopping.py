@@ -58,7 +58,7 @@ def stop_in(sabotaged, part: str, tmp_path: Path, processes: int) -> None:
     assert all(event["time"] >= began for event in stopped)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_sigterm_in_the_middle_of_an_evaluation_and_of_a_restore(sabotaged, tmp_path):
     """The evaluation is cut short, and made up for at the first start that has the time."""
     stop_in(sabotaged, "evaluate", tmp_path, 2)
