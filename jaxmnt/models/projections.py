@@ -52,19 +52,19 @@ ProductMode = float8.Float8 | None
 """Settings of a product in float8; None if the product is in the compute dtype."""
 
 
-def project(x: Array, weight: Weight, heads: HeadIndices = None) -> Array:
+def project(x: Array, weight: Weight, heads: HeadIndices = None, pieces_of: Placement | None = None) -> Array:
     """Returns [B, L, *out], the product of x [B, L, *in] and a weight [*in, *out], in float8 if the run enables it
     (`float8.float8_products`) and the shapes allow it. `heads` selects indices of the weight's second-to-last
-    dimension.
+    dimension. With `pieces_of`, the result is in the order of pieces, [P, S, *out].
 
     Two matrices are multiplied, so that the transpose of the product contracts only one dimension. If it contracted
     two, XLA's CPU backend would first make a transposed copy of an operand. The weight is saved unchanged for the
     backward pass, so that the stage can recognise it and avoid storing it.
     """
     if isinstance(weight, AdaptedWeight):
-        low_BLR = project(x, weight.a)
-        return _add_adapter(project(x, weight.weight, heads), low_BLR, weight, heads)
-    return _projection(_choose_mode(x, weight, heads), x, weight, heads)
+        low_BLR = project(x, weight.a, pieces_of=pieces_of)
+        return _add_adapter(project(x, weight.weight, heads, pieces_of), low_BLR, weight, heads)
+    return _projection(_choose_mode(x, weight, heads), pieces_of, x, weight, heads)
 
 
 def _add_adapter(product: Array, low_BLR: Array, weight: AdaptedWeight, heads: HeadIndices = None) -> Array:
@@ -110,7 +110,7 @@ def project_scattered(x: Array, weight: Weight, placement: Placement, summed_axi
     if not placement.mesh_axes("sequence") or not placement.mesh_axes(summed_axis):
         return scatter_sequence(project(x, weight), placement, summed_axis)
     if placement.overlap != "ring":
-        return scatter_pieces(project(cut_into_pieces(x, placement), weight), placement)
+        return scatter_pieces(project(x, weight, pieces_of=placement), placement)
     if isinstance(weight, AdaptedWeight):
         product_BSD = project_scattered(x, weight.weight, placement, summed_axis)
         low_BSR = scatter_sequence(project(x, weight.a), placement, summed_axis)
@@ -132,20 +132,26 @@ def _choose_mode(x: Array, weight: Array, heads: HeadIndices, pieces: int = 1) -
 
 
 def _projection_backward(
-    mode: ProductMode, saved: tuple[Array, Array, HeadIndices], gradient: Array
+    mode: ProductMode, pieces_of: Placement | None, saved: tuple[Array, Array, HeadIndices], gradient: Array
 ) -> tuple[Any, ...]:
     x, weight, heads = saved
     selected = _select_heads(weight, heads)
     x_gradient = _x_gradient(mode, gradient, selected, x)
-    weight_gradient = _weight_gradient(mode, x, gradient, selected)
+    ordered = x
+    if pieces_of is not None:
+        x_gradient = join_pieces(x_gradient, pieces_of)
+        ordered = cut_into_pieces(x, pieces_of)
+    weight_gradient = _weight_gradient(mode, ordered, gradient, selected)
     return x_gradient, _scatter_to_heads(weight_gradient, weight, heads), None
 
 
-@with_backward(_projection_backward, static=1)
+@with_backward(_projection_backward, static=2)
 def _projection(
-    mode: ProductMode, x: Array, weight: Array, heads: HeadIndices
+    mode: ProductMode, pieces_of: Placement | None, x: Array, weight: Array, heads: HeadIndices
 ) -> tuple[Array, tuple[Array, Array, HeadIndices]]:
-    return _project(mode, x, _select_heads(weight, heads)), (x, weight, heads)
+    # x is saved in the order of rows, in which attention may save it, too.
+    ordered = x if pieces_of is None else cut_into_pieces(x, pieces_of)
+    return _project(mode, ordered, _select_heads(weight, heads)), (x, weight, heads)
 
 
 def _select_heads(weight: Array, heads: HeadIndices) -> Array:
