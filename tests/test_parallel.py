@@ -203,11 +203,10 @@ STEADY = {
     "three stages": {"mesh": {"pipeline": 3, "data": 2}, "train": {"remat": "full"}},
     "no pipeline": {
         "mesh": {"fsdp": 2, "model": 2, "data": 2, "prefetch": True},
-        "train": {"remat": "dots", "overlap_microbatches": True},
+        "train": {"remat": "dots"},
     },
     "two groups without a pipeline": {
         "mesh": {"fsdp": 2, "context": 2, "zero": 1},
-        "train": {"overlap_microbatches": True},
         "model": {"family": "routed_families.TwoGroups"},
     },
 }
@@ -217,7 +216,8 @@ STEADY = {
 def test_steady_ticks_change_nothing(name):
     """With many microbatches, most ticks run a forward beside a backward."""
     sections = STEADY[name]
-    sections = sections | {"train": {"microbatch_size": 1} | sections.get("train", {})}
+    side_by_side = {"microbatch_size": 1, "overlap_microbatches": True}
+    sections = sections | {"train": side_by_side | sections.get("train", {})}
     plain = {"data": {"global_batch_size": 32, "document_mask": True}}
     if "model" in sections:
         plain["model"] = sections["model"]

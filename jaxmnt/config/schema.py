@@ -79,7 +79,7 @@ class Train(Section):
     )
     overlap_microbatches: bool | None = key(
         None, "Run the forward pass of a microbatch beside the backward pass of another, so that one computes while "
-        "the other communicates. Default: true in pipelines and on GPUs with mesh.model, unless the model has experts.",
+        "the other communicates. Default: on GPUs true in pipelines and with mesh.model, unless the model has experts.",
     )  # fmt: skip
     precision: Literal["auto", "float32", "bfloat16", "float8"] = maths_key(
         "auto", "Compute precision. auto: bfloat16 on GPUs, float32 on CPUs. float8: bfloat16, except that the "

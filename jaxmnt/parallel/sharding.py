@@ -304,10 +304,10 @@ def _overlaps_microbatches(config: Config, placement: Placement, groups: int) ->
     """Returns the value of `train.overlap_microbatches`, or its default for a model with this number of groups of
     layers.
 
-    The default is True in a pipeline. Without one it is True on GPUs if `model` splits the layers. It is False for
-    routed experts, whose step would take longer (docs/decisions/0080). Without a pipeline it is also False for several
-    groups, because residuals of two microbatches would be stored, and for rows that are divided over `context`, which
-    gain 1 % for 6 % more memory.
+    The default is False on CPUs, which do not compute while they communicate. On GPUs it is True in a pipeline, and
+    without one if `model` splits the layers. It is False for routed experts, whose step would take longer
+    (docs/decisions/0080). Without a pipeline it is also False for several groups, because residuals of two
+    microbatches would be stored, and for rows that are divided over `context`, which gain 1 % for 6 % more memory.
 
     Raises `ConfigError` for settings that need the microbatches one after another.
     """
@@ -322,7 +322,7 @@ def _overlaps_microbatches(config: Config, placement: Placement, groups: int) ->
         )
     if requested is not None:
         return requested
-    if placement.stages == 1 and (obstacle or placement.on_cpu or groups > 1):
+    if placement.on_cpu or (placement.stages == 1 and (obstacle or groups > 1)):
         return False
     return pays_to_overlap_microbatches(config, placement.sizes, num_microbatches(config, placement.sizes))
 
