@@ -59,17 +59,23 @@ def test_twenty_steps_on_each_mesh_in_processes(tiny_file, tmp_path, reference, 
     assert_same_run(tmp_path / "run", reference)
 
 
+LEGS = [
+    (2, (2, 2, 2, 1)),
+    (4, (2, 1, 1, 4)),  # two processes share a shard of the batch
+    (1, (8, 1, 1, 1)),
+    (4, (1, 2, 2, 2)),  # a stage is two processes
+    (2, (1, 1, 8, 1)),
+    (2, (2, 1, 2, 2)),
+]
+
+
 @pytest.mark.long
-@pytest.mark.slow
-def test_a_run_moves_over_meshes_and_numbers_of_processes(tiny_file, tmp_path, reference):
+@pytest.mark.parametrize(
+    "legs", [pytest.param(LEGS[:4], marks=pytest.mark.slow), pytest.param(LEGS, marks=pytest.mark.exhaustive)], ids=len
+)
+def test_a_run_moves_over_meshes_and_numbers_of_processes(tiny_file, tmp_path, reference, legs):
     """Each leg restores what another mesh on other processes saved, and verifies it against the digests of those. All
     steps are those of one process."""
-    legs = [
-        (2, (2, 2, 2, 1)),
-        (4, (2, 1, 1, 4)),  # two processes share a shard of the batch
-        (1, (8, 1, 1, 1)),
-        (4, (1, 2, 2, 2)),  # a stage is two processes
-    ]
     for leg, (processes, shape) in enumerate(legs):
         sizes = zip(("data", "pipeline", "fsdp", "model"), shape, strict=True)
         overrides = [f"mesh.{axis}={size}" for axis, size in sizes] + ["train.microbatch_size=2"]

@@ -174,11 +174,7 @@ def stage_index() -> Array:
 def gather_sequence(x_BSD: Array, placement: Placement, axis: str = "sequence") -> Array:
     """Gathers an array [B, L, D] whose length is split along the logical `axis`, so that the split array becomes
     replicated."""
-    mesh_axes = placement.mesh_axes(axis)
-    if not mesh_axes:
-        return x_BSD
-    gather, _ = _gather_and_scatter(mesh_axes, dimension=1)
-    return checkpoint_name(gather(x_BSD), WHOLE_SEQUENCE)
+    return _gather_activations(x_BSD, placement.mesh_axes(axis), dimension=1)
 
 
 def gather_pieces(x_BSD: Array, placement: Placement) -> Array:
@@ -186,39 +182,35 @@ def gather_pieces(x_BSD: Array, placement: Placement) -> Array:
     one after another, [P, S, D]. Those of the first device come first. Used at the input of attention and MLP.
 
     XLA for GPUs gathers along the first dimension. If the result had another order, it would copy the whole result. A
-    single row has the same order either way, and is returned whole, [1, L, D].
+    single row has the same order either way. It is one piece, [1, L, D], and so are all rows if nothing splits them.
     """
-    mesh_axes = placement.mesh_axes("sequence")
-    if not mesh_axes:
-        return x_BSD
-    gather, _ = _gather_and_scatter(mesh_axes, dimension=1 if len(x_BSD) == 1 else 0)
-    return checkpoint_name(gather(x_BSD), WHOLE_SEQUENCE)
+    return _gather_activations(x_BSD, placement.mesh_axes("sequence"), dimension=0 if len(x_BSD) > 1 else 1)
 
 
 def scatter_pieces(x_PSD: Array, placement: Placement) -> Array:
     """Sums pieces of the length, [P, S, D] in the order of `gather_pieces`, and returns this device's, [B, S, D]. A
     partial array becomes split. Used at the output of attention and MLP."""
-    _, scatter = _gather_and_scatter(placement.mesh_axes("sequence"), dimension=1 if len(x_PSD) == 1 else 0)
-    return checkpoint_name(scatter(x_PSD), SCATTERED)
+    return _scatter_activations(x_PSD, placement.mesh_axes("sequence"), dimension=0 if len(x_PSD) > 1 else 1)
 
 
 def join_pieces(x_PS: Array, placement: Placement) -> Array:
     """Returns rows [B, L, …] from their pieces, [P, S, …] in the order of `gather_pieces`."""
-    if len(x_PS) == 1:
-        return x_PS
-    x_NBS = x_PS.reshape(placement.num_shards("sequence"), -1, *x_PS.shape[1:])
+    pieces = _pieces_per_row(x_PS, placement)
+    x_NBS = x_PS.reshape(pieces, -1, *x_PS.shape[1:])
     x_BNS = jnp.swapaxes(x_NBS, 0, 1)
     return x_BNS.reshape(x_BNS.shape[0], -1, *x_PS.shape[2:])
 
 
 def cut_into_pieces(x_BL: Array, placement: Placement) -> Array:
     """Returns the pieces of rows [B, L, …], [P, S, …] in the order of `gather_pieces`."""
-    batch, length = x_BL.shape[:2]
-    if batch == 1:
-        return x_BL
-    pieces = placement.num_shards("sequence")
-    x_NBS = jnp.swapaxes(x_BL.reshape(batch, pieces, length // pieces, *x_BL.shape[2:]), 0, 1)
+    pieces = _pieces_per_row(x_BL, placement)
+    x_NBS = jnp.swapaxes(x_BL.reshape(len(x_BL), pieces, -1, *x_BL.shape[2:]), 0, 1)
     return x_NBS.reshape(-1, *x_NBS.shape[2:])
+
+
+def _pieces_per_row(x: Array, placement: Placement) -> int:
+    """Returns the number of pieces of each row of x, [B, L, …] or [P, S, …], in the order of `gather_pieces`."""
+    return placement.num_shards("sequence") if len(x) > 1 else 1
 
 
 def scatter_sequence(x_BLD: Array, placement: Placement, summed_axis: str, axis: str = "sequence") -> Array:
@@ -234,8 +226,7 @@ def scatter_sequence(x_BLD: Array, placement: Placement, summed_axis: str, axis:
         return _sum(x_BLD, tuple(name for name in placement.mesh_axes(summed_axis) if name != STAGE_AXIS))
     if not placement.mesh_axes(summed_axis):
         return local_shard(x_BLD, placement, axis)
-    _, scatter = _gather_and_scatter(mesh_axes, dimension=1)
-    return checkpoint_name(scatter(x_BLD), SCATTERED)
+    return _scatter_activations(x_BLD, mesh_axes, dimension=1)
 
 
 def gather_piece_by_piece(
@@ -305,6 +296,20 @@ def gather_chunks(x: Array, placement: Placement, dimension: int, sum_dtype: jnp
 def sum_and_scatter_chunks(x: Array, placement: Placement, dimension: int) -> Array:
     """Sums an array over the devices that share rows, and scatters the sum along a dimension. It has no gradient."""
     return _sum_and_scatter(placement.mesh_axes("length"), x, dimension=dimension)
+
+
+def _gather_activations(x: Array, mesh_axes: tuple[str, ...], dimension: int) -> Array:
+    """Gathers activations along a dimension that is split along mesh axes. Remat policies know the result by name."""
+    if not mesh_axes:
+        return x
+    gather, _ = _gather_and_scatter(mesh_axes, dimension)
+    return checkpoint_name(gather(x), WHOLE_SEQUENCE)
+
+
+def _scatter_activations(x: Array, mesh_axes: tuple[str, ...], dimension: int) -> Array:
+    """Sums activations over mesh axes and scatters them along a dimension. Remat policies know the result by name."""
+    _, scatter = _gather_and_scatter(mesh_axes, dimension)
+    return checkpoint_name(scatter(x), SCATTERED)
 
 
 def _gather_and_scatter(
