@@ -565,6 +565,10 @@ def test_the_model_axis_stays_inside_a_host():
         ({"mesh": {"data": 1, "prefetch": True}}, "mesh.prefetch has no effect: no weights of layers are gathered"),
         ({"mesh": {"data": 2}, "model": {"overlap": "ring"}}, "model.overlap has no effect: mesh.model is 1"),
         ({"train": {"overlap_microbatches": True}}, "train.overlap_microbatches has no effect: the step has too few"),
+        (
+            {"train": {"overlap_microbatches": True, "microbatch_size": 1, "layer_unroll": 2}},
+            "train.layer_unroll has no effect: it does not apply where two microbatches",
+        ),
         ({"telemetry": {"noise_scale": True}}, "telemetry.noise_scale has no effect: no device has the gradient of"),
         ({"train": {"remat_save": ["mlp_up"]}}, "train.remat_save has no effect: it applies only to train.remat names"),
         ({"pipeline": {"layers": [3, 5]}}, "pipeline.layers has no effect: there is no pipeline"),

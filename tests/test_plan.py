@@ -23,7 +23,7 @@ from jaxmnt.plan.dry_run import cluster_size, dry_run
 from jaxmnt.plan.hlo import Program, collective_of, shapes_in
 from jaxmnt.plan.rates import Rates, rates_of
 from jaxmnt.plan.report import HOST_WAIT_SECONDS, condition_rows, ideal_state_bytes, make_report
-from jaxmnt.plan.show import _round_lines
+from jaxmnt.plan.show import _memory_lines, _round_lines
 from jaxmnt.plan.targets import gpu_devices
 from jaxmnt.plan.timeline import replay_program
 from jaxmnt.plan.zero import choose_zero
@@ -684,6 +684,21 @@ def test_what_a_lever_saves_is_what_the_compiled_step_lacks(setting):
     assert describe_suggestions(memory_suggestions, peak=2**20 + 1, limit=2**20).startswith("train.remat=full saves ")
     much = describe_suggestions(memory_suggestions, peak=7 * 2**40, limit=2**40)
     assert much.startswith("no single setting makes it fit: make mesh.fsdp at least 7 times as large; train")
+
+
+@pytest.mark.parametrize(
+    ("peak", "is_tight", "verdict"),
+    [
+        (0.5, False, "50%"),
+        (0.99, True, "99%: too close for XLA to overlap communication"),
+        (1.1, True, "it does not fit"),
+    ],
+)
+def test_a_plan_says_how_close_the_memory_is(peak, is_tight, verdict):
+    sizes = dict.fromkeys(("params", "optimizer", "temporary", "base"), 0)
+    memory = sizes | {"peak": peak * 2**30, "limit": 2**30, "is_tight": is_tight, "levers": []}
+    lines = _memory_lines({"memory": memory | {"optimizer_in_host_memory": False}})
+    assert lines[-1].endswith(verdict)
 
 
 @pytest.mark.slow

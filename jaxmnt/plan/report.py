@@ -25,7 +25,7 @@ from jaxmnt.plan.workload import model_shape, scheme_of
 from jaxmnt.training import engine
 from jaxmnt.training.build import build_spec
 from jaxmnt.training.compile import compile_step, measure_memory
-from jaxmnt.training.compiler_options import GpuMemory
+from jaxmnt.training.compiler_options import GpuMemory, scheduled_bytes
 from jaxmnt.training.device_step import BACKWARD, EMBED, EMBED_BACKWARD, FORWARD, LOSS, STEADY
 from jaxmnt.training.memory_suggestions import find_memory_suggestions, parameters_of
 from jaxmnt.training.noise import small_batches
@@ -120,6 +120,8 @@ def _without_effect(spec: StepSpec) -> list[str]:
         "model.overlap": config.model.overlap in ("ring", "rows") and placement.overlap == "off" and "mesh.model is 1",
         "train.overlap_microbatches": bool(config.train.overlap_microbatches) and not spec.schedule.steady_ticks
         and "the step has too few microbatches, or its schedule is gpipe",
+        "train.layer_unroll": config.train.layer_unroll > 1 and bool(spec.schedule.steady_ticks)
+        and "it does not apply where two microbatches run side by side",
         "telemetry.noise_scale": config.telemetry.noise_scale and small_batches(spec) is None
         and "no device has the gradient of some of the rows alone",
         "train.remat_save": bool(config.train.remat_save) and config.train.remat != "names"
@@ -178,9 +180,11 @@ def make_report(
     needed = measure_memory(spec, state, step, None if memory is None else round(memory.usable))
     timeline = replay_step(spec, text, hosts, rates)
     fits = needed.limit is None or needed.peak <= needed.limit
+    is_tight = memory is not None and needed.temporary > scheduled_bytes(state, memory)
     rebuild = lambda config: build_spec(
         config, spec.data_vocab_size, list(spec.placement.mesh.devices.flat), lambda device: str(hosts(device))
     )
+    suggestions = [] if fits and not is_tight else find_memory_suggestions(spec, rebuild)
     return {
         "devices": {
             "kind": spec.placement.mesh.devices.flat[0].device_kind,
@@ -195,7 +199,8 @@ def make_report(
         "memory": vars(needed)
         | {
             "optimizer_in_host_memory": spec.config.optimizer.offload,
-            "levers": [] if fits else [suggestion._asdict() for suggestion in find_memory_suggestions(spec, rebuild)],
+            "is_tight": is_tight,
+            "levers": [suggestion._asdict() for suggestion in suggestions],
         },
         "collectives": collective_rows(spec, timeline, hosts),
         "timeline": None if rates is None else step_times(timeline) | {"rates": rates.to_json()},

@@ -123,7 +123,8 @@ def _memory_lines(report: Report) -> list[str]:
     rows += parts.items()
     if memory["limit"]:
         share = memory["peak"] / memory["limit"]
-        verdict = "" if share <= 1 else ": it does not fit"
+        tight = ": too close for XLA to overlap communication" if memory["is_tight"] else ""
+        verdict = tight if share <= 1 else ": it does not fit"
         rows.append(("limit", f"{size(memory['limit'])}, of which the peak is {share:.0%}{verdict}"))
     for suggestion in memory["levers"]:
         rows.append(("saves", f"{size(suggestion['saves'])}: {suggestion['setting']}"))

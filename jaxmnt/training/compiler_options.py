@@ -70,14 +70,22 @@ def memory_options(state: State, memory: GpuMemory | None) -> dict[str, Any]:
     """Returns the option that makes XLA's scheduler use 95 % of the free memory. By default it limits itself to 95 % of
     (80 % of the GPU's memory minus the step's arguments). Beyond that limit it overlaps nothing and recomputes results,
     although memory is free. If the state alone exceeds 80 % of the memory, XLA's default limit is kept."""
-    if memory is None:
+    if memory is None or not (usable_free := scheduled_bytes(state, memory)):
         return {}
-    arguments = bytes_per_device(state)
-    assumed_free = 0.8 * memory.total - arguments
-    usable_free = 0.95 * (memory.usable - arguments)
-    if usable_free <= 0 or assumed_free <= 0:
-        return {}
+    assumed_free = _assumed_bytes(state, memory)
     return _without_user_flags({"xla_gpu_memory_limit_slop_factor": round(100 * usable_free / assumed_free)})
+
+
+def scheduled_bytes(state: State, memory: GpuMemory) -> float:
+    """Returns the number of bytes, beside a step's arguments, that XLA's scheduler may use. If a step needs more, XLA
+    overlaps no communication and recomputes results."""
+    usable_free = 0.95 * (memory.usable - bytes_per_device(state))
+    return max(0.0, usable_free) if _assumed_bytes(state, memory) > 0 else 0.0
+
+
+def _assumed_bytes(state: State, memory: GpuMemory) -> float:
+    """Returns the number of free bytes that XLA assumes beside a step's arguments."""
+    return 0.8 * memory.total - bytes_per_device(state)
 
 
 def _without_user_flags(options: dict[str, Any]) -> dict[str, Any]:

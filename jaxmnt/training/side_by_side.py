@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -101,7 +102,8 @@ def _run_stretch(stretch: Stretch, layers: Mapping[str, Layers], forward: Pass, 
 
     # The first iteration writes what is there already.
     unwritten = group.read(state[2][name], jnp.int32(max(stretch.forward_start - 1, 0)), forward)
-    state, unwritten = group.scan(body, (state, unwritten), stretch.length)
+    # `train.layer_unroll` does not apply: with two units of each pass in an iteration, XLA would copy all residuals.
+    (state, unwritten), _ = jax.lax.scan(body, (state, unwritten), jnp.arange(stretch.length))
     forward_carry, backward_carry, residuals = state
     last_offset = jnp.int32(stretch.forward_start + stretch.length - 1)
     return forward_carry, backward_carry, write(residuals, unwritten, last_offset)
