@@ -166,7 +166,7 @@ def shared_programs(monkeypatch):
             _PROGRAMS[key] = program, functools.cache(program.init)
             return program
         program, initial = _PROGRAMS[key]
-        again = replace(program, spec=replace(program.spec, config=resolve(replace(program.spec, config=config))))
+        again = replace(program, spec=resolve(replace(program.spec, config=config)))
         copied = lambda: jax.tree.map(jnp.copy, initial())  # a step takes the state that it is given
         vars(again)["init"] = lambda parts=None: {part: copied()[part] for part in parts or again.abstract_state}
         vars(again)["evaluate"] = lambda *given: program.evaluate(*given)

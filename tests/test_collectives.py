@@ -1,6 +1,7 @@
 """The transpose of each collective is that of the same mathematics on whole arrays, where nothing is sharded."""
 
 import importlib.util
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -13,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxmnt.config.mesh import Mesh
 from jaxmnt.parallel import collectives
+from jaxmnt.parallel import stages as stage_collectives
 from jaxmnt.parallel.sharding import Placement, build_mesh
 from jaxmnt.training.loss import Logits
 
@@ -38,10 +40,22 @@ def handed_on(x, *, forward, circular):
     return moved if circular else moved.at[0 if forward else -1].set(0)
 
 
-def cases(module: ModuleType, count: int, placement: Placement) -> dict:
+def shares(x_BLD, count):
+    """[devices, 1, T, D] of one array [B, L, D], whose tokens are divided among the devices."""
+    flat = x_BLD.reshape(-1, WIDTH)
+    return jnp.pad(flat, ((0, -len(flat) % count), (0, 0))).reshape(count, 1, -1, WIDTH)
+
+
+def on_stage(x_BLD, stage, count):
+    return jnp.zeros((count, *x_BLD.shape)).at[stage].set(x_BLD)
+
+
+def cases(module: ModuleType, stages: ModuleType, count: int, placement: Placement) -> dict:
     """By name: the mesh axis, the collective on one device, the same of the arrays of all devices, and whether an
     input has the whole length."""
     last = count - 1
+    by_tokens = replace(placement, divides_tokens=True)
+    length = PIECE * count - 1  # the last share ends with padding
     return {
         "gather_sequence": (
             "model", lambda x: module.gather_sequence(x, placement), lambda x: everywhere(joined(x), count), 1,
@@ -65,17 +79,28 @@ def cases(module: ModuleType, count: int, placement: Placement) -> dict:
             "model", lambda x: module.sum_over("heads", x, placement), lambda x: everywhere(x.sum(0), count), 1,
         ),
         "share_of": ("model", lambda x: module.share_of("heads", x, placement), lambda x: x / count, 1),
-        "sum_over_stages": (
-            "pipeline", lambda x: module.sum_over_stages(x, placement), lambda x: everywhere(x.sum(0), count), 1,
+        "distribute_from_stage": (
+            "pipeline", lambda x: stages.distribute_from_stage(x, last, placement),
+            lambda x: everywhere(x[last], count), 1,
         ),
-        "broadcast_from_stage": (
-            "pipeline", lambda x: module.broadcast_from_stage(x, last, placement), lambda x: everywhere(x[last], count),
-            1,
+        "distribute_from_stage by tokens": (
+            "pipeline", lambda x: stages.distribute_from_stage(x, last, by_tokens), lambda x: shares(x[last], count), 1,
+        ),
+        "collect_on_stage": (
+            "pipeline", lambda x: stages.collect_on_stage(x, last, x.shape[:2], placement),
+            lambda x: on_stage(x.sum(0), last, count), 1,
+        ),
+        "collect_on_stage by tokens": (
+            "pipeline",
+            lambda x: stages.collect_on_stage(x.reshape(1, -1, WIDTH), last, (BATCH, length), by_tokens),
+            lambda x: on_stage(
+                x.reshape(-1, WIDTH)[: BATCH * length].reshape(BATCH, length, WIDTH), last, count
+            ), 1,
         ),
         **{
             f"shift_stage forward={forward} circular={circular}": (
                 "pipeline",
-                lambda x, f=forward, c=circular: module.shift_stage(x, placement, forward=f, circular=c),
+                lambda x, f=forward, c=circular: stages.shift_stage(x, placement, forward=f, circular=c),
                 lambda x, f=forward, c=circular: handed_on(x, forward=f, circular=c), 1,
             )
             for forward in (True, False) for circular in (True, False)
@@ -96,10 +121,10 @@ def on_each(placement: Placement, axis: str, function):
     return jax.jit(jax.shard_map(local, mesh=placement.mesh, in_specs=P(axis), out_specs=P(axis), check_vma=False))
 
 
-def check(module: ModuleType, name: str, count: int) -> None:
-    axis = cases(module, count, placement_of("model", count))[name][0]
+def check(name: str, count: int, module: ModuleType = collectives, stages: ModuleType = stage_collectives) -> None:
+    axis = cases(module, stages, count, placement_of("model", count))[name][0]
     placement = placement_of(axis, count)
-    _, collective, plain, factor = cases(module, count, placement)[name]
+    _, collective, plain, factor = cases(module, stages, count, placement)[name]
     rng = np.random.default_rng(count)
     x = jnp.asarray(rng.standard_normal((count, BATCH, PIECE * factor, WIDTH)), jnp.float32)
     expected, plain_backward = jax.vjp(plain, x)
@@ -114,36 +139,40 @@ def check(module: ModuleType, name: str, count: int) -> None:
     np.testing.assert_allclose(x_gradient, plain_backward(gradient)[0], rtol=1e-5, atol=1e-5)
 
 
-NAMES = list(cases(collectives, 2, placement_of("model", 2)))
+MODULES = {"module": collectives, "stages": stage_collectives}
+NAMES = list(cases(collectives, stage_collectives, 2, placement_of("model", 2)))
 
 
 @pytest.mark.parametrize("count", in_tiers({0}, [4, 2, 8]))
 @pytest.mark.parametrize("name", NAMES)
 def test_transpose_is_that_of_whole_arrays(name, count):
-    check(collectives, name, count)
+    check(name, count)
 
 
 @pytest.mark.parametrize(
     ("name", "right", "wrong"),
     [
-        ("sum_over", "_with_transpose(psum, psum)", "_with_transpose(psum, lambda x: x)"),
-        ("sum_over_stages", "_with_transpose(psum, psum)", "_with_transpose(psum, lambda x: 2 * psum(x))"),
-        ("broadcast_from_stage", "_with_transpose(psum, psum)", "_with_transpose(psum, lambda x: x)"),
-        ("gather_sequence", "_with_transpose(gather, scatter)", "_with_transpose(gather, lambda x: scatter(x) / 2)"),
+        ("sum_over", "with_transpose(psum, psum)", "with_transpose(psum, lambda x: x)"),
+        ("gather_sequence", "with_transpose(gather, scatter)", "with_transpose(gather, lambda x: scatter(x) / 2)"),
         (
             "scatter_sequence of parts",
-            "_with_transpose(scatter, gather)",
-            "_with_transpose(scatter, lambda x: 2 * gather(x))",
+            "with_transpose(scatter, gather)",
+            "with_transpose(scatter, lambda x: 2 * gather(x))",
         ),
         ("gather_pieces", "jnp.swapaxes(x_NBS, 0, 1)", "x_NBS.reshape(-1, *x_NBS.shape[:1], *x_NBS.shape[2:])"),
         ("scatter_pieces", "*x_BL.shape[2:]), 0, 1)", "*x_BL.shape[2:]), 0, 0)"),
-        ("share_of", "x / placement.num_shards(axis)", "x"),
+        ("share_of", "x / placement.num_shards_in_use(axis)", "x"),
         ("shift_stage forward=True circular=False", "(send, send_back)", "(send, send)"),
+        ("distribute_from_stage", "with_transpose(psum, psum)", "with_transpose(psum, lambda x: x)"),
+        ("distribute_from_stage by tokens", "_mask_other_stages(x_BSD, stage)", "x_BSD"),
+        ("collect_on_stage", "_mask_other_stages(_sum_over_stages(x_1TD), stage)", "_sum_over_stages(x_1TD)"),
+        ("collect_on_stage by tokens", "_mask_other_stages(x_TD.reshape", "(lambda x, stage: x)(x_TD.reshape"),
     ],
 )
 def test_a_wrong_factor_is_found(name, right, wrong, tmp_path):
     """In a copy of the module with one transpose changed."""
-    source = Path(collectives.__file__).read_text(encoding="utf-8")
+    [parameter] = [key for key, module in MODULES.items() if hasattr(module, name.split()[0])]
+    source = Path(MODULES[parameter].__file__).read_text(encoding="utf-8")
     assert right in source
     copy = tmp_path / "wrong_collectives.py"
     copy.write_text(source.replace(right, wrong), encoding="utf-8")
@@ -151,7 +180,7 @@ def test_a_wrong_factor_is_found(name, right, wrong, tmp_path):
     module = importlib.util.module_from_spec(specification)
     specification.loader.exec_module(module)
     with pytest.raises(AssertionError):
-        check(module, name, 4)
+        check(name, 4, **{parameter: module})
 
 
 @pytest.mark.parametrize("count", [2, 8])
@@ -203,3 +232,25 @@ def test_what_a_loss_asks_of_the_vocabulary(count):
     for one in value:
         np.testing.assert_allclose(one, expected, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(joined(found), backward(parts.sum(0))[0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("stages", "model"), [(2, 4), (4, 2), (3, 2), (5, 1)])
+def test_a_stage_has_the_fields_of_its_share(stages, model):
+    """Those of the tokens whose activations it gets, with zeros for padding, in the same order."""
+    mesh = Mesh(data=1, pipeline=stages, model=model)
+    placement = Placement(build_mesh(mesh, jax.devices()[: stages * model]), divides_tokens=True)
+    rows, length = 3, 8
+    tokens_BL = jnp.arange(1, 1 + rows * length).reshape(rows, length)
+
+    def local():
+        piece_BSD = collectives.local_shard(tokens_BL, placement).astype(jnp.float32)[..., None]
+        share_1TD = stage_collectives.distribute_from_stage(piece_BSD, stages - 1, placement)
+        activations = collectives.gather_sequence(share_1TD, placement)[..., 0]
+        return activations[None], stage_collectives.share_of_tokens(tokens_BL, placement)[None]
+
+    out = P(("pipeline", "model"))
+    run = jax.jit(jax.shard_map(local, mesh=placement.mesh, in_specs=(), out_specs=(out, out), check_vma=False))
+    activations, fields = run()
+    np.testing.assert_array_equal(activations, fields)
+    real = np.asarray(fields[::model]).ravel()
+    assert sorted(real[real > 0]) == list(range(1, 1 + rows * length))

@@ -53,6 +53,7 @@ OTHERS = [
 CASES = [  # mesh, zero, rows of a microbatch, the rows of each small batch
     ({"data": 2, "fsdp": 2}, 3, 2, [[0, 1, 4, 5], [8, 9, 12, 13]]),  # the first microbatches of two shards of fsdp
     ({"data": 2, "pipeline": 2}, 3, 4, [list(range(8)), list(range(8, 16))]),  # all microbatches of a replica
+    ({"fsdp": 2, "pipeline": 2}, 1, 4, [list(range(8)), list(range(8, 16))]),
     *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHERS),
 ]
 

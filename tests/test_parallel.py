@@ -262,6 +262,7 @@ def test_shared_heads_that_do_not_divide(heads, kv_heads, ways):
         {"mesh": {"fsdp": 2, "pipeline": 2, "model": 2}, "train": {"microbatch_size": 2, "remat": "full"}},
         {"mesh": {"fsdp": 2, "pipeline": 2, "model": 2}, "train": {"microbatch_size": 2, "remat": "dots"}},
         {"mesh": {"fsdp": 2, "model": 4}, "train": {"remat": "attention", "layer_unroll": 2}},
+        {"mesh": {"pipeline": 2, "fsdp": 2, "model": 2, "zero": 1}, "train": {"microbatch_size": 2}},
         {"mesh": {"data": 4, "model": 2}, "train": {"remat": "names", "remat_save": ["attention", "mlp_gate"]}},
         {"mesh": {"fsdp": 4, "model": 2}, "train": {"remat": "full", "remat_offload": ["layer_input"]}},
         {"mesh": {"data": 8}, "train": {"remat": "dots", "remat_offload": ["attention", "mlp_up"]}},

@@ -342,6 +342,7 @@ MESHES = [
     ({"fsdp": 2, "model": 4}, "dots"),
     ({"fsdp": 2, "model": 4}, "full"),
     ({"data": 2, "pipeline": 2, "model": 2}, "full"),
+    ({"pipeline": 2, "fsdp": 2, "model": 2, "zero": 1}, "dots"),
     ({"data": 2, "fsdp": 2, "model": 2}, "attention"),
     ({"pipeline": 4, "fsdp": 2}, "dots"),
     ({"fsdp": 2, "model": 4, "overlap": "ring"}, "dots"),
@@ -352,7 +353,7 @@ MESHES = [
 ]
 
 
-@pytest.mark.parametrize(("mesh", "remat"), in_tiers({0, 5, 9, 12}, MESHES), ids=str)
+@pytest.mark.parametrize(("mesh", "remat"), in_tiers({0, 5, 10, 13}, MESHES), ids=str)
 def test_no_more_is_sent_than_the_scheme_needs(mesh, remat):
     """On virtual devices, where all is float32."""
     chosen = parse_config(
@@ -402,7 +403,7 @@ def test_a_plan_of_virtual_devices(tmp_path):
     permute = next(entry for entry in told["collectives"] if entry["kind"] == "collective-permute")
     assert permute["axis"] == "pipeline" and permute["times"] == 2 * told["schedule"]["ticks"]
     table = next(entry for entry in told["parameters"] if entry["name"] == "embedding.table")
-    assert table["shape"] == [252, 64] and table["split"] == ["pipeline×model", "fsdp"]
+    assert table["shape"] == [252, 64] and table["split"] == ["model×pipeline", "fsdp"]
     assert not (tmp_path / "runs").exists()
 
 
@@ -501,8 +502,8 @@ def test_the_program_of_128_gpus_keeps_to_its_budget(mesh, recipe, monkeypatch):
     assert tuple(sorted(local.values())) in found
     for axis in [axis for axis in pieces if sizes[axis] > 1]:
         assert tuple(sorted((local | {axis: pieces[axis]}).values())) not in found, f"a stack whole over {axis}"
-    # Tables are whole over fsdp while they are used, and never over the axes that split the vocabulary.
-    rows = model.vocab_size // spec.placement.num_shards("vocab")
+    # Tables are whole over fsdp and stages while they are used, and never over `model`.
+    rows = model.vocab_size // spec.placement.num_shards_in_use("vocab")
     vocabulary = [shape for shape in shapes if len(shape) == 2 and {rows, model.vocab_size} & set(shape)]
     assert vocabulary and all(rows in shape for shape in vocabulary)
     if recipe == "llama-8b":  # whose width is not the length of a row

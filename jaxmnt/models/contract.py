@@ -306,11 +306,12 @@ class Family(ABC):
     ) -> Array:
         """Returns the embedded tokens [B, L, D] in `dtype`, as this device's part of a sum over the mesh axes that
         split the vocabulary. Positions count from 0 in each document, or in each row if documents are not kept
-        apart."""
+        apart. Each token must be treated on its own: neighbours in the arrays may not be neighbours in a row, because
+        a stage of a pipeline may embed a share of the tokens, and `context` divides rows."""
         return ends["embedding"](tokens_BL, dtype, placement)
 
     def final_norm(self, ends: dict[str, Any], y_BSD: Array) -> Array:
-        """Returns the input of the head, computed from the last layer's output."""
+        """Returns the input of the head, computed from the last layer's output, each token on its own."""
         return ends["norm"](y_BSD)
 
     def head_weight(self, ends: dict[str, Any]) -> Array:

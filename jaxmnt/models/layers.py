@@ -48,6 +48,12 @@ def zeros_after(x: Array, like: Array) -> Array:
     return jnp.broadcast_to(always_false.astype(like.dtype), like.shape)
 
 
+def gradient_zeros(x: Array, like: Array, placement: Placement) -> Array:
+    """Returns the zeros to which the gradient of a large table is added, which is computed from x. If stages divide
+    tokens, these are plain zeros, so that XLA adds the gradient directly to the sum of other microbatches."""
+    return jnp.zeros_like(like) if placement.divides_tokens else zeros_after(x, like)
+
+
 class Embedding(nnx.Module):
     """A table with a row of D numbers for each token id, or for each position if `axis` is `positions`."""
 
@@ -62,17 +68,21 @@ class Embedding(nnx.Module):
         rows_BL = tokens_BL - index_along(self.axis, placement) * table_VD.shape[0]
         inside_BL = (rows_BL >= 0) & (rows_BL < table_VD.shape[0])
         # A negative index would count from the table's end.
-        return _look_up(dtype, table_VD, jnp.where(inside_BL, rows_BL, table_VD.shape[0]))
+        return _look_up(dtype, placement, table_VD, jnp.where(inside_BL, rows_BL, table_VD.shape[0]))
 
 
-def _look_up_gradient(dtype: jnp.dtype, saved: tuple[Array, Array], gradient_BLD: Array) -> tuple[Array, None]:
+def _look_up_gradient(
+    dtype: jnp.dtype, placement: Placement, saved: tuple[Array, Array], gradient_BLD: Array
+) -> tuple[Array, None]:
     table_VD, rows_BL = saved
-    zeros_VD = zeros_after(gradient_BLD, table_VD)
+    zeros_VD = gradient_zeros(gradient_BLD, table_VD, placement)
     return zeros_VD.at[rows_BL].add(gradient_BLD.astype(table_VD.dtype), mode="drop"), None
 
 
-@with_backward(_look_up_gradient, static=1)
-def _look_up(dtype: jnp.dtype, table_VD: Array, rows_BL: Array) -> tuple[Array, tuple[Array, Array]]:
+@with_backward(_look_up_gradient, static=2)
+def _look_up(
+    dtype: jnp.dtype, placement: Placement, table_VD: Array, rows_BL: Array
+) -> tuple[Array, tuple[Array, Array]]:
     """Returns rows of a table, and zeros for rows beyond its end. The gradient is accumulated in the table's dtype."""
     return table_VD.astype(dtype).at[rows_BL].get(mode="fill", fill_value=0), (table_VD, rows_BL)
 

@@ -41,10 +41,15 @@ def unshard(params: Any, axes: Any, placement: Placement, dtype: jnp.dtype) -> A
     """
 
     def unshard_weight(weight: Array, names: Axes) -> Array:
-        used_dtype = jnp.float32 if FLOAT32_AXES & {*names} else dtype
-        return unshard_without_cast(weight.astype(used_dtype), names, placement)
+        return unshard_without_cast(weight.astype(dtype_in_use(names, dtype)), names, placement)
 
     return jax.tree.map(unshard_weight, params, axes, is_leaf=is_axes)
+
+
+def dtype_in_use(names: Axes, dtype: jnp.dtype) -> jnp.dtype:
+    """Returns the dtype in which a weight with these logical axes is used: float32 for norm scales and routers, else
+    `dtype`, the compute dtype."""
+    return jnp.dtype("float32") if FLOAT32_AXES & {*names} else dtype
 
 
 def unshard_without_cast(piece: Array, names: Axes, placement: Placement) -> Array:
@@ -162,13 +167,8 @@ def _reduce_concatenated(reduce: Callable[[Array], Array], arrays: list[Array]) 
 
 def index_along(axis: str, placement: Placement) -> Array:
     """Returns the index of this device's piece of a logical axis."""
-    mesh_axes = placement.mesh_axes(axis)
+    mesh_axes = placement.axes_in_use(axis)
     return jax.lax.axis_index(mesh_axes) if mesh_axes else jnp.int32(0)
-
-
-def stage_index() -> Array:
-    """Returns the index of this device's pipeline stage."""
-    return jax.lax.axis_index(STAGE_AXIS)
 
 
 def gather_sequence(x_BSD: Array, placement: Placement, axis: str = "sequence") -> Array:
@@ -222,9 +222,9 @@ def scatter_sequence(x_BLD: Array, placement: Placement, summed_axis: str, axis:
     """
     mesh_axes = placement.mesh_axes(axis)
     if not mesh_axes:
-        # The sum over pipeline stages, which may also split the vocabulary, is a separate call of `sum_over_stages`.
+        # Stages that divide the vocabulary are summed by `stages.collect_on_stage`.
         return _sum(x_BLD, tuple(name for name in placement.mesh_axes(summed_axis) if name != STAGE_AXIS))
-    if not placement.mesh_axes(summed_axis):
+    if not placement.axes_in_use(summed_axis):
         return local_shard(x_BLD, placement, axis)
     return _scatter_activations(x_BLD, mesh_axes, dimension=1)
 
@@ -290,7 +290,7 @@ def gather_chunks(x: Array, placement: Placement, dimension: int, sum_dtype: jnp
         addend = gradient.astype(sum_dtype or x.dtype)
         return sum_and_scatter_chunks(addend, placement, dimension).astype(x.dtype)
 
-    return _with_transpose(functools.partial(_gather, mesh_axes, dimension=dimension), transpose)(x)
+    return with_transpose(functools.partial(_gather, mesh_axes, dimension=dimension), transpose)(x)
 
 
 def sum_and_scatter_chunks(x: Array, placement: Placement, dimension: int) -> Array:
@@ -302,24 +302,24 @@ def _gather_activations(x: Array, mesh_axes: tuple[str, ...], dimension: int) ->
     """Gathers activations along a dimension that is split along mesh axes. Remat policies know the result by name."""
     if not mesh_axes:
         return x
-    gather, _ = _gather_and_scatter(mesh_axes, dimension)
+    gather, _ = gather_and_scatter(mesh_axes, dimension)
     return checkpoint_name(gather(x), WHOLE_SEQUENCE)
 
 
 def _scatter_activations(x: Array, mesh_axes: tuple[str, ...], dimension: int) -> Array:
     """Sums activations over mesh axes and scatters them along a dimension. Remat policies know the result by name."""
-    _, scatter = _gather_and_scatter(mesh_axes, dimension)
+    _, scatter = gather_and_scatter(mesh_axes, dimension)
     return checkpoint_name(scatter(x), SCATTERED)
 
 
-def _gather_and_scatter(
+def gather_and_scatter(
     mesh_axes: tuple[str, ...], dimension: int
 ) -> tuple[Callable[[Array], Array], Callable[[Array], Array]]:
     """Returns a function that gathers an array along a dimension, and one that sums and scatters it. Each is the
     other's transpose."""
     gather = functools.partial(_gather, mesh_axes, dimension=dimension)
     scatter = functools.partial(_sum_and_scatter, mesh_axes, dimension=dimension)
-    return _with_transpose(gather, scatter), _with_transpose(scatter, gather)
+    return with_transpose(gather, scatter), with_transpose(scatter, gather)
 
 
 def _gather(mesh_axes: tuple[str, ...], x: Array, *, dimension: int) -> Array:
@@ -354,67 +354,35 @@ def piece_of_length(x_BLD: Array, index: Array, placement: Placement, axis: str 
 def sum_over(axis: str, x: Array, placement: Placement) -> Array:
     """Returns the sum over the pieces of a logical axis. A partial array becomes replicated, and the transpose does the
     same to the gradient."""
-    return _sum(x, placement.mesh_axes(axis))
+    return _sum(x, placement.axes_in_use(axis))
 
 
 def share_of(axis: str, x: Array, placement: Placement) -> Array:
     """Returns this device's share of a value that all devices along a logical axis have computed identically. The sum
     of the shares is the value, so a sum such as a term of the loss is not counted once per device. A replicated array
     becomes partial, and the transpose does the same to the gradient."""
-    return x / placement.num_shards(axis)
+    return x / placement.num_shards_in_use(axis)
 
 
 def gather_over(axis: str, x: Array, placement: Placement) -> Array:
     """Returns x of all devices that share a logical axis, stacked in front. It has no gradient."""
-    mesh_axes = placement.mesh_axes(axis)
+    mesh_axes = placement.axes_in_use(axis)
     x = jax.lax.stop_gradient(x)
     return jax.lax.all_gather(x, mesh_axes) if mesh_axes else x[None]
 
 
 def max_over(axis: str, x: Array, placement: Placement) -> Array:
     """Returns the maximum over the pieces of a logical axis. It has no gradient."""
-    mesh_axes = placement.mesh_axes(axis)
+    mesh_axes = placement.axes_in_use(axis)
     x = jax.lax.stop_gradient(x)
     return jax.lax.pmax(x, mesh_axes) if mesh_axes else x
-
-
-def sum_over_stages(x: Array, placement: Placement) -> Array:
-    """Returns the sum over the pipeline's stages. A partial array becomes replicated, and the transpose does the same
-    to the gradient."""
-    return _sum(x, (STAGE_AXIS,) if placement.stages > 1 else ())
 
 
 def _sum(x: Array, mesh_axes: tuple[str, ...]) -> Array:
     if not mesh_axes:
         return x
     psum = lambda x: jax.lax.psum(x, mesh_axes)
-    return _with_transpose(psum, psum)(x)
-
-
-def mask_other_stages(x: Array, stage: int, placement: Placement) -> Array:
-    """Returns x on `stage` and zeros on the other stages."""
-    if placement.stages == 1:
-        return x
-    is_this_stage = stage_index() == stage
-    return jnp.where(is_this_stage, x, jnp.zeros_like(x))
-
-
-def broadcast_from_stage(x: Array, stage: int, placement: Placement) -> Array:
-    """Returns `stage`'s x on every stage, as a sum to which the other stages add zeros."""
-    return sum_over_stages(mask_other_stages(x, stage, placement), placement)
-
-
-def shift_stage(x: Array, placement: Placement, *, forward: bool, circular: bool) -> Array:
-    """Sends x to the next stage if `forward`, else to the previous one. If `circular`, the stages form a ring;
-    otherwise the stage at one end receives zeros. The transpose sends in the other direction."""
-    stages = placement.stages
-    pairs = [(stage, (stage + 1) % stages) for stage in range(stages if circular else stages - 1)]
-    reverse_pairs = [(target, source) for source, target in pairs]
-    if not forward:
-        pairs, reverse_pairs = reverse_pairs, pairs
-    send = lambda x: jax.lax.ppermute(x, STAGE_AXIS, pairs)
-    send_back = lambda gradient: jax.lax.ppermute(gradient, STAGE_AXIS, reverse_pairs)
-    return _with_transpose(send, send_back)(x)
+    return with_transpose(psum, psum)(x)
 
 
 Arguments = ParamSpec("Arguments")
@@ -443,6 +411,6 @@ def with_backward(
     return decorate
 
 
-def _with_transpose(function: Callable[[Any], Any], transpose: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def with_transpose(function: Callable[[Any], Any], transpose: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Returns a linear function of one array whose gradient is computed by `transpose`."""
     return with_backward(lambda _, gradient: (transpose(gradient),))(lambda x: (function(x), None))

@@ -74,6 +74,10 @@ def _check_inside_hosts(grid: np.ndarray, axis: str, size: int, host_of: HostOf)
             )
 
 
+_FEATURES_OVER_STAGES = (*axes_that_split("features"), *axes_that_split("layers"))
+"""The mesh axes of the tables at the ends of the model. Stages come last, so that a device's part of a table is
+contiguous once it is gathered from them."""
+
 RULES: dict[str, tuple[str, ...]] = {
     "batch": BATCH_AXES,
     "devices": AXES,
@@ -82,8 +86,8 @@ RULES: dict[str, tuple[str, ...]] = {
     "layers": axes_that_split("layers"),
     "embed": GATHERING_AXES,
     "kv_embed": GATHERING_AXES,
-    "vocab": axes_that_split("layers", "features"),
-    "positions": axes_that_split("layers", "features"),  # the rows of a table of learned positions
+    "vocab": _FEATURES_OVER_STAGES,
+    "positions": _FEATURES_OVER_STAGES,  # the rows of a table of learned positions
     "heads": axes_that_split("features"),
     "kv_heads": axes_that_split("features"),
     "head_dim": (),
@@ -100,6 +104,9 @@ RULES: dict[str, tuple[str, ...]] = {
 
 GATHERED = ("embed", "kv_embed", "expert_embed")
 """Logical axes that are stored in pieces and gathered for use."""
+
+TABLE_AXES = ("vocab", "positions")
+"""Logical axes along which the tables at the ends of the model are split."""
 
 FLOAT32_AXES = {"norm", "router"}
 """Logical axes of parameters that are used in float32, whatever the compute dtype."""
@@ -132,6 +139,9 @@ class Placement:
     overlap: Overlap = "off"
     overlaps_microbatches: bool = False
     """True if a step runs the forward of a microbatch beside the backward of another wherever its schedule allows."""
+    divides_tokens: bool = False
+    """True if the stages of a pipeline divide the tokens of embedding and loss among them, and gather the tables from
+    each other once a step; False if they divide the vocabulary."""
 
     @functools.cached_property
     def sizes(self) -> dict[str, int]:
@@ -145,6 +155,17 @@ class Placement:
     def num_shards(self, axis: str | None) -> int:
         """Returns the number of pieces into which a logical axis is split."""
         return math.prod(self.sizes[name] for name in self.mesh_axes(axis))
+
+    def axes_in_use(self, axis: str | None) -> tuple[str, ...]:
+        """Returns the mesh axes that split a logical axis inside a step. They are those of `mesh_axes`, without the
+        stages if a step begins by gathering the axis from them."""
+        mesh_axes = self.mesh_axes(axis)
+        is_gathered = self.divides_tokens and axis in TABLE_AXES
+        return tuple(name for name in mesh_axes if name != STAGE_AXIS) if is_gathered else mesh_axes
+
+    def num_shards_in_use(self, axis: str | None) -> int:
+        """Returns the number of pieces into which a logical axis is split inside a step."""
+        return math.prod(self.sizes[name] for name in self.axes_in_use(axis))
 
     @property
     def on_cpu(self) -> bool:
@@ -190,6 +211,12 @@ class Placement:
                 return dimension, self.mesh_axes(axis)
         return None
 
+    def dimension_over_stages(self, axes: Axes) -> int | None:
+        """Returns the dimension along which a step gathers a weight with these logical axes from the stages, or None if
+        it does not gather it."""
+        is_gathered = lambda axis: self.axes_in_use(axis) != self.mesh_axes(axis)
+        return next((dimension for dimension, axis in enumerate(axes) if is_gathered(axis)), None)
+
     def replicated_axes(self, axes: Axes) -> tuple[str, ...]:
         """Returns the mesh axes over which an array with these logical axes is replicated."""
         splitting_axes = {name for axis in axes for name in self.mesh_axes(axis)}
@@ -228,6 +255,7 @@ def build_placement(config: Config, mesh: jax.sharding.Mesh, stacks: Sequence[st
     placement = Placement(mesh, rules)
     _check_divisible(config, placement)
     placement = replace(placement, overlaps_microbatches=_overlaps_microbatches(config, placement, len(stacks)))
+    placement = replace(placement, divides_tokens=divides_tokens(config, placement))
     return replace(placement, overlap=_choose_overlap(config, placement))
 
 
@@ -332,6 +360,30 @@ def pays_to_overlap_microbatches(config: Config, sizes: Mapping[str, int], micro
     splits = lambda axis: any(sizes[name] > 1 for name in RULES[axis])
     suits_without_pipeline = splits("sequence") and not splits("length") and microbatches >= _MIN_MICROBATCHES
     return config.model.num_experts is None and (sizes[STAGE_AXIS] > 1 or suits_without_pipeline)
+
+
+def divides_tokens(config: Config, placement: Placement) -> bool:
+    """Returns True if the stages of the config's pipeline should divide the tokens of embedding and loss."""
+    assert config.model.vocab_size is not None
+    gathers_tables = bool(placement.mesh_axes("embed")) and config.mesh.zero != 1
+    shard_rows = config.data.global_batch_size // placement.batch_shards
+    rows = shard_rows // num_microbatches(config, placement.sizes)
+    tokens = rows * config.data.sequence_length // placement.num_shards("length")
+    features = placement.num_shards("sequence")
+    return placement.stages > 1 and pays_to_divide_tokens(
+        tokens, config.model.vocab_size, features, gathers_tables=gathers_tables
+    )
+
+
+def pays_to_divide_tokens(tokens: int, vocab_size: int, features: int, *, gathers_tables: bool) -> bool:
+    """Returns True if stages should divide so many `tokens` of a microbatch, and not the vocabulary, by the plans of
+    docs/decisions/0082.
+
+    For each microbatch, the stages then exchange fewer activations, and fewer are gathered over the devices that split
+    `features`. But the gradients of whole tables are added. If every microbatch `gathers_tables`, or scatters their
+    gradients, whole tables would also take more communication.
+    """
+    return not gathers_tables and 2 * tokens * features >= vocab_size
 
 
 def with_whole_rows(placement: Placement) -> Placement:

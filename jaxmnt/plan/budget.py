@@ -53,9 +53,10 @@ def minimum_traffic(spec: StepSpec) -> Traffic:
             traffic["collective-permute", axes_name] += passes * (gathers + scatters) * activation_bytes * sent_share
             gathers = scatters = 0
         # The 2 stand for the embedding and the head. The embedding's sum is scattered and its gradient gathered, and
-        # the head's input is gathered and its gradient scattered.
-        traffic["all-gather", axes_name] += (passes * gathers + 2 * microbatches) * activation_bytes * sent_share
-        traffic["reduce-scatter", axes_name] += (passes * scatters + 2 * microbatches) * activation_bytes * sent_share
+        # the head's input is gathered and its gradient scattered. If stages divide tokens, each has a share.
+        ends = 2 * microbatches / (stages if placement.divides_tokens else 1)
+        traffic["all-gather", axes_name] += (passes * gathers + ends) * activation_bytes * sent_share
+        traffic["reduce-scatter", axes_name] += (passes * scatters + ends) * activation_bytes * sent_share
 
     _add_muon_traffic(spec, traffic)
     _add_expert_traffic(spec, traffic, activation_bytes, passes)
@@ -65,8 +66,14 @@ def minimum_traffic(spec: StepSpec) -> Traffic:
     if stages > 1:
         boundary = activation_bytes / pieces
         traffic["collective-permute", STAGE_AXIS] += 2 * spec.schedule.ticks * boundary
-        # The 4 stand for the embedding, its gradient, the head's input, and its gradient.
-        traffic["all-reduce", STAGE_AXIS] += 4 * microbatches * 2 * boundary * (1 - 1 / stages)
+        # The 4 stand for the embedding, its gradient, the head's input, and its gradient. If stages divide tokens, two
+        # of them are gathered and two are scattered.
+        shared = 4 * microbatches * boundary * (1 - 1 / stages)
+        if placement.divides_tokens:
+            traffic["all-gather", STAGE_AXIS] += shared / 2
+            traffic["reduce-scatter", STAGE_AXIS] += shared / 2
+        else:
+            traffic["all-reduce", STAGE_AXIS] += 2 * shared
     return dict(traffic)
 
 
@@ -154,6 +161,13 @@ def weight_traffic(spec: StepSpec) -> Traffic:
     in_float8 = gathered_in_float8(spec)
     for name, leaf, names in _weights(spec):
         stored_elements = elements_per_device(leaf)
+        used_elements = stored_elements
+        if placement.dimension_over_stages(names) is not None:
+            # Tables at the ends of the model are gathered from the stages once, and their gradients are scattered once.
+            from_others = stored_elements * (placement.stages - 1)
+            used_elements += from_others
+            traffic["all-gather", STAGE_AXIS] += from_others * compute_bytes
+            traffic["reduce-scatter", STAGE_AXIS] += (name in trained) * from_others * reduce_bytes
         gathered_dimension = placement.gathered_axes(names)
         if gathered_dimension is not None:
             _, gathering_axes = gathered_dimension
@@ -163,9 +177,9 @@ def weight_traffic(spec: StepSpec) -> Traffic:
             gathers = microbatches * uses if zero == 3 else 1
             scatters = 1 if zero == 1 else microbatches
             gathered_bytes = 1 if name in in_float8 else 4 if FLOAT32_AXES & {*names} else compute_bytes
-            traffic["all-gather", axes_name] += gathers * stored_elements * (num_shards - 1) * gathered_bytes
+            traffic["all-gather", axes_name] += gathers * used_elements * (num_shards - 1) * gathered_bytes
             traffic["reduce-scatter", axes_name] += (
-                (name in trained) * scatters * stored_elements * (num_shards - 1) * reduce_bytes
+                (name in trained) * scatters * used_elements * (num_shards - 1) * reduce_bytes
             )
         for axes in _summed_axes(placement, name, names) if name in trained else ():
             devices = math.prod(placement.sizes[axis] for axis in axes)
@@ -208,7 +222,8 @@ def small_traffic_bound(spec: StepSpec) -> float:
     tokens = row_tokens // devices_per_row
     # Devices that share rows gather the segments of the other parts, forward and backward.
     segment_bytes = 2 * 4 * (row_tokens - tokens) if spec.config.data.keeps_documents_apart else 0
-    loss_bytes = 3 * 4 * tokens * (spec.placement.num_shards("vocab") - 1)
+    loss_tokens = tokens / spec.placement.stages if spec.placement.divides_tokens else tokens
+    loss_bytes = 3 * 4 * loss_tokens * (spec.placement.num_shards_in_use("vocab") - 1)
     return segment_bytes + 2 * 4 * elements + loss_bytes + 4096
 
 

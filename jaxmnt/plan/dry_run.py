@@ -4,7 +4,6 @@ training."""
 import argparse
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -100,8 +99,7 @@ def _plan(config: Config, options: argparse.Namespace, work: Work) -> str:
     work.does("building the program")
     with attributing_user_errors(config):
         spec = build_spec(config, vocab, devices, lambda device: f"host {hosts(device)}")
-        config, zero = resolve_zero(spec)
-        spec = replace(spec, config=config)
+        spec, zero = resolve_zero(spec)
         work.does("compiling")
         report = make_report(spec, hosts, chip, rates) | {"zero": None if zero is None else zero.to_json()}
     return json_text(report, indent=2) if options.json else plan_text(spec, report, hosts, zero)

@@ -21,7 +21,6 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from jaxmnt.config.mesh import GATHERING_AXES
-from jaxmnt.config.schema import Config
 from jaxmnt.distributed.gpu_settings import OUR_MEMORY_FRACTION
 from jaxmnt.plan.budget import weight_traffic
 from jaxmnt.plan.chips import Chip, chip_of
@@ -126,12 +125,11 @@ class ZeroChoice:
         return {"zero": self.zero, "auto": self.is_auto, "stages": stages, "limit": self.limit}
 
 
-def resolve_zero(spec: StepSpec) -> tuple[Config, ZeroChoice | None]:
-    """Returns the spec's config with a number for `mesh.zero`, and how it was chosen. The latter is None if nothing is
-    sharded, because all stages are then equal."""
+def resolve_zero(spec: StepSpec) -> tuple[StepSpec, ZeroChoice | None]:
+    """Returns the spec with a number for `mesh.zero`, and how it was chosen. The latter is None if nothing is sharded,
+    because all stages are then equal."""
     choice = choose_zero(spec, chip_of(_device_kind(spec)))
-    zero = spec.zero if choice is None else choice.zero
-    return spec.config.changed({"mesh.zero": zero}), choice
+    return spec.with_zero(spec.zero if choice is None else choice.zero), choice
 
 
 def choose_zero(spec: StepSpec, chip: Chip | None) -> ZeroChoice | None:
@@ -210,6 +208,7 @@ def _residuals_without_remat(spec: StepSpec) -> int:
 
 def _bytes_sent(spec: StepSpec, zero: int) -> float:
     """Returns the bytes of weights and gradients that a device sends in a step, as this module's doc string derives."""
-    stage_spec = replace(spec, config=spec.config.changed({"mesh.zero": zero, "mesh.prefetch": None}))
+    without_prefetch = replace(spec, config=spec.config.changed({"mesh.prefetch": None}))
     kinds = ("all-gather", "reduce-scatter")
-    return sum(traffic_bytes for (kind, _), traffic_bytes in weight_traffic(stage_spec).items() if kind in kinds)
+    traffic = weight_traffic(without_prefetch.with_zero(zero))
+    return sum(traffic_bytes for (kind, _), traffic_bytes in traffic.items() if kind in kinds)

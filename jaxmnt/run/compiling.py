@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import Any
 
-from jaxmnt.config.schema import Config
 from jaxmnt.distributed.coordination import barrier
 from jaxmnt.plan.zero import resolve_zero
 from jaxmnt.run import report
@@ -43,11 +42,11 @@ def compile_steps(run: RunWithData) -> Program:
     limit = run.config.watchdog.compile_seconds
     zero_lines: list[str] = []
 
-    def resolve(spec: StepSpec) -> Config:
-        config, zero = resolve_zero(spec)
+    def resolve(spec: StepSpec) -> StepSpec:
+        resolved_spec, zero = resolve_zero(spec)
         if zero is not None:
             zero_lines.extend(zero.lines(resumed=run.zero_is_auto and not zero.is_auto))
-        return config
+        return resolved_spec
 
     with run.watchdog.during("compiling", limit):
         program = compile_program(run.config, run.data.vocab_size, run.devices, run.host_of, resolve=resolve)

@@ -4,7 +4,7 @@ import functools
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -175,17 +175,17 @@ def compile_program(
     data_vocab_size: int,
     devices: Sequence[jax.Device] | None = None,
     host_of: HostOf | None = None,
-    resolve: Callable[[StepSpec], Config] | None = None,
+    resolve: Callable[[StepSpec], StepSpec] | None = None,
 ) -> Program:
     """Plans the placement, checks every size against it, and compiles the step. Reads no data. `resolve` decides open
-    settings, such as `mesh.zero: auto`, and returns the config with these decisions, which the program's spec then has.
+    settings, such as `mesh.zero: auto`, and returns the spec with these decisions.
 
     Raises `ConfigError` for sizes that do not fit the mesh, the data or the device's memory.
     """
     with attributing_user_errors(config):
         spec = build_spec(config, data_vocab_size, devices, host_of)
         if resolve is not None:
-            spec = replace(spec, config=resolve(spec))
+            spec = resolve(spec)
         if spec.expert_method is not None and spec.expert_method.kind == "mosaic" and not is_planned(spec.placement):
             grouped.check(spec.expert_method)
         state = abstract_state(spec)

@@ -14,7 +14,7 @@ import numpy as np
 from jax import Array
 
 from jaxmnt.models.contract import Params
-from jaxmnt.parallel import collectives
+from jaxmnt.parallel import collectives, stages
 from jaxmnt.training.embed_head import EmbedAndHead
 from jaxmnt.training.noise import SmallBatches, small_batches
 from jaxmnt.training.pipeline_schedule import PipelineSchedule, Table, schedule_table
@@ -129,7 +129,7 @@ class Step:
         if self.is_single_stage:
             return x_BSD
         circular = self.schedule.chunks > 1
-        return collectives.shift_stage(x_BSD, self.spec.placement, forward=forward, circular=circular)
+        return stages.shift_stage(x_BSD, self.spec.placement, forward=forward, circular=circular)
 
 
 def prepare_step(
@@ -142,7 +142,7 @@ def prepare_step(
 ) -> Step:
     """Returns this device's part of a step. Weights that are gathered once per step are gathered here."""
     weights = WEIGHTS_BY_ZERO[spec.zero](spec, params)
-    stage = 0 if schedule.stages == 1 else collectives.stage_index()
+    stage = 0 if schedule.stages == 1 else stages.stage_index()
     split_into_microbatches = lambda field: field.reshape(-1, spec.microbatch_rows, *field.shape[1:])
     fields = jax.tree.map(split_into_microbatches, batch)
     layers = {}

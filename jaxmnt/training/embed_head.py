@@ -1,10 +1,11 @@
 """The ends of the model for one microbatch: the embedding, and the final norm, head and loss.
 
-The vocabulary is split over `pipeline` and `model` together, so that every stage does a share of the head's work and no
-stage waits for another. To do so, the stages exchange the microbatch's activations, not the tables. All functions run
-on every stage at once. The family defines what they compute, and JAX derives the gradients.
+All stages share the work of the embedding for the first stage, and of the loss for the last stage, so that no stage
+waits for another (`parallel.stages`). All functions run on every stage at once. The family defines what they compute,
+and JAX derives the gradients.
 
-Shapes: B batch, L length, S a device's piece of the length, D model, V a device's part of the vocabulary.
+Shapes: B batch, L length, S a device's piece of the length, D model, V a device's part of the vocabulary, T tokens of a
+stage's share of S. Unless stages divide the tokens, [1, T] stands for [B, S].
 """
 
 from typing import Any
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxmnt.models.contract import Params
-from jaxmnt.parallel import collectives
+from jaxmnt.parallel import collectives, stages
 from jaxmnt.training.loss import HeadWeights, LossChunks, LossSums, chunk_count, chunked_loss
 from jaxmnt.training.spec import Batch, StepSpec
 from jaxmnt.training.weights import Weights
@@ -28,7 +29,7 @@ class EmbedAndHead:
         self._family = spec.definition.family
 
     def embed(self, rows: Batch) -> Array:
-        """Returns the first layer's input, [B, S, D]."""
+        """Returns the first layer's input, [B, S, D], on the first stage."""
         return self._embed(self._float32_ends(self._spec.definition.modules_before), rows)
 
     def embed_gradient(self, x_gradient_BSD: Array, rows: Batch) -> Params:
@@ -36,15 +37,15 @@ class EmbedAndHead:
         Of `x_gradient_BSD`, only the first stage's is used."""
         params = self._float32_ends(self._spec.definition.modules_before)
         _, backward = jax.vjp(lambda params: self._embed(params, rows), params)
-        return backward(collectives.mask_other_stages(x_gradient_BSD, 0, self._spec.placement))[0]
+        return backward(x_gradient_BSD)[0]
 
     def loss(self, y_BSD: Array, rows: Batch) -> LossSums:
-        """Returns the loss sums of a microbatch from the last stage's output."""
+        """Returns the loss sums of this stage's tokens of a microbatch, from the last stage's output."""
         return self._loss(self._float32_ends(self._spec.definition.modules_after), y_BSD, rows)
 
     def loss_and_gradients(self, y_BSD: Array, rows: Batch) -> tuple[LossSums, Array, Params]:
-        """Returns the loss sums, and the loss's gradients with respect to the last stage's output and to the parameters
-        after the last layer."""
+        """Returns the loss sums of this stage's tokens, and the loss's gradients with respect to the last stage's
+        output and to the parameters after the last layer."""
         params = self._float32_ends(self._spec.definition.modules_after)
         sums, backward = jax.vjp(lambda params, y_BSD: self._loss(params, y_BSD, rows), params, y_BSD)
         gradients, y_gradient_BSD = backward(sums.gradient_of_loss)
@@ -60,21 +61,23 @@ class EmbedAndHead:
 
     def _embed(self, params: Params, rows: Batch) -> Array:
         spec = self._spec
-        ends = spec.definition.ends(params)
-        x_BLD = self._family.embed(ends, rows["tokens"], rows["positions"], spec.dtype, spec.placement)
-        x_BLD = x_BLD.astype(spec.dtype)
+        placement, ends = spec.placement, spec.definition.ends(params)
+        tokens, positions = (stages.share_of_tokens(rows[name], placement) for name in ("tokens", "positions"))
+        x = self._family.embed(ends, tokens, positions, spec.dtype, placement)
         # A device has only the rows for its own part of the vocabulary, so each of these sums has one nonzero term.
-        x_BSD = collectives.scatter_sequence(x_BLD, spec.placement, "vocab")
-        return collectives.sum_over_stages(x_BSD, spec.placement)
+        x_1TD = collectives.scatter_sequence(x.astype(spec.dtype), placement, "vocab")
+        row_count, length = rows["tokens"].shape
+        shape = (row_count, length // placement.num_shards("sequence"))
+        return stages.collect_on_stage(x_1TD, 0, shape, placement)
 
     def _loss(self, params: Params, y_BSD: Array, rows: Batch) -> LossSums:
         spec, definition = self._spec, self._spec.definition
         train, placement = spec.config.train, spec.placement
-        y_BSD = collectives.broadcast_from_stage(y_BSD, placement.stages - 1, placement)
         ends = definition.ends(params)
-        x_BLD = self._head_input(ends, y_BSD)
+        x = self._head_input(ends, stages.distribute_from_stage(y_BSD, placement.stages - 1, placement))
+        share = jax.tree.map(lambda field_BL: stages.share_of_tokens(field_BL, placement), rows)
         chunks = LossChunks(
-            chunks=chunk_count(rows["targets"].size, definition.vocab_size, placement, train.loss_chunk_mib),
+            chunks=chunk_count(share["targets"].size, definition.vocab_size, placement, train.loss_chunk_mib),
             data_vocab_size=spec.data_vocab_size,
             dtype=spec.dtype,
             placement=placement,
@@ -83,7 +86,7 @@ class EmbedAndHead:
             reported=spec.reported,
         )
         finishing_params = {name: params[name] for name in self._family.finishing}
-        return chunked_loss(chunks, x_BLD, HeadWeights(self._family.head_weight(ends), finishing_params), rows)
+        return chunked_loss(chunks, x, HeadWeights(self._family.head_weight(ends), finishing_params), share)
 
     def _head_input(self, ends: dict[str, Any], y_BSD: Array) -> Array:
         """Returns the head's input, [B, L, D] in the compute dtype, from the output of the last layer."""

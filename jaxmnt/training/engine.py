@@ -40,23 +40,26 @@ class Results(NamedTuple):
 
 
 def loss_and_gradients(spec: StepSpec, params: Params, buffers: Params, batch: Batch, row_keys: RowKeys) -> Results:
-    """Computes the summed loss of this batch shard's rows, and this device's gradients of that loss, in float32.
+    """Computes the summed loss of this batch shard's rows (or of this stage's tokens of them), and this device's
+    gradients of the shard's loss, in float32.
 
     `row_keys` returns the random keys of a microbatch's rows. Gradients are summed over the axes along which weights
     are gathered, but not yet over the axes along which weights are replicated.
     """
     step = prepare_step(spec, params, buffers, batch, spec.schedule, row_keys)
     final_carry = run_ticks(step)
+    weights, gradients = step.weights, final_carry.gradients
     local_squared_norm = final_carry.squared_norm
     if step.small_batches is not None and not step.small_batches.from_first_microbatch:
-        local_squared_norm = squared_norm(spec, step.small_batches, final_carry.gradients)
-    return Results(
-        final_carry.sums, final_carry.layer_sums, step.weights.finish(final_carry.gradients), local_squared_norm
-    )
+        # Before `finish`, which may add up the gradients of different small batches.
+        local_squared_norm = squared_norm(spec, step.small_batches, weights.reduce_over_stages(gradients))
+    finished_gradients = weights.reduce_over_stages(weights.finish(gradients))
+    return Results(final_carry.sums, final_carry.layer_sums, finished_gradients, local_squared_norm)
 
 
 def loss(spec: StepSpec, params: Params, buffers: Params, batch: Batch, schedule: PipelineSchedule) -> LossSums:
-    """Computes the summed loss of this batch shard's rows, with a schedule that has no backward."""
+    """Computes the summed loss of this batch shard's rows (or of this stage's tokens of them), with a schedule that has
+    no backward."""
     step = prepare_step(spec, params, buffers, batch, schedule)
     return step.run(functools.partial(_evaluation_tick, step), (step.zero_activations(), no_loss(spec.reported)))[1]
 

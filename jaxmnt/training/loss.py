@@ -24,7 +24,7 @@ from jaxmnt.config.mesh import Mesh
 from jaxmnt.config.own_code import import_dotted, own_settings
 from jaxmnt.config.schema import Train
 from jaxmnt.errors import ConfigError, printable
-from jaxmnt.models.layers import zeros_after
+from jaxmnt.models.layers import gradient_zeros
 from jaxmnt.parallel.collectives import gather_over, index_along, max_over, share_of, sum_over, with_backward
 from jaxmnt.parallel.sharding import Placement, build_mesh
 
@@ -96,7 +96,7 @@ def logits_of(values_CV: Array, data_vocab_size: int, placement: Placement) -> L
     """Returns `Logits` from the logits of this device's part of the vocabulary, masked to the data's vocabulary."""
     size = values_CV.shape[1]
     ids_V = index_along("vocab", placement) * size + jnp.arange(size)
-    if data_vocab_size < size * placement.num_shards("vocab"):
+    if data_vocab_size < size * placement.num_shards_in_use("vocab"):
         values_CV = jnp.where(ids_V < data_vocab_size, values_CV, -jnp.inf)
     return Logits(values_CV, ids_V, placement)
 
@@ -183,7 +183,7 @@ def _log_z_and_target_logit_gradient(
 ) -> tuple[Array, None]:
     exponentials_CV, divisors_C, is_target_CV = residuals
     # All devices that share the vocabulary have the same share of these gradients, so they need not be summed.
-    log_z_gradient_C, logit_gradient_C = (placement.num_shards("vocab") * gradient_C for gradient_C in gradients)
+    log_z_gradient_C, logit_gradient_C = (placement.num_shards_in_use("vocab") * gradient_C for gradient_C in gradients)
     values_gradient_CV = exponentials_CV * (log_z_gradient_C / divisors_C)[:, None]
     return values_gradient_CV + jnp.where(is_target_CV, logit_gradient_C[:, None], 0), None
 
@@ -231,7 +231,7 @@ class LossChunks:
 def chunk_count(tokens: int, vocab_size: int, placement: Placement, limit_mib: int) -> int:
     """Returns the minimum number of chunks with which a device's float32 logits of one chunk take at most `limit_mib`
     MiB."""
-    vocab_per_device = -(-vocab_size // placement.num_shards("vocab"))
+    vocab_per_device = -(-vocab_size // placement.num_shards_in_use("vocab"))
     logit_bytes = tokens * vocab_per_device * 4
     chunks = -(-logit_bytes // (limit_mib * 2**20))
     return max(1, min(tokens, chunks))
@@ -278,7 +278,8 @@ def _loss_and_gradients(
         rest_gradient = jax.tree.map(jnp.add, rest_gradient, chunk_rest_gradient)
         return (sums.plus(chunk_sums), matrix_gradient_DV, rest_gradient), x_gradient_CD
 
-    start = (no_loss(chunks.reported), *jax.tree.map(lambda weight: zeros_after(x_BLD, weight), head))
+    zeros = jax.tree.map(lambda weight: gradient_zeros(x_BLD, weight, chunks.placement), head)
+    start = (no_loss(chunks.reported), *zeros)
     (sums, *gradients), x_gradient_NCD = jax.lax.scan(add_chunk, start, _cut_rows(chunks, x_BLD, rows))
     token_count = x_BLD.shape[0] * x_BLD.shape[1]
     x_gradient_TD = x_gradient_NCD.reshape(-1, x_BLD.shape[-1])[:token_count]

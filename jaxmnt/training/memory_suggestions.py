@@ -84,24 +84,26 @@ def _suggest_optimizer_changes(spec: StepSpec, residual_size: int) -> Iterator[M
 
 def _suggest_zero_stage(spec: StepSpec) -> Iterator[MemorySuggestion]:
     """Yields ZeRO stages that need less memory. With ZeRO 1 and 2, gathered weights stay whole during a step. With ZeRO
-    1, so do their gradients."""
+    1, so do their gradients, and the stages of a pipeline may gather tables from each other."""
     if spec.zero == 3:
         return
-    stored_elements = whole_elements = trained_elements = 0
+    whole_elements = trained_elements = from_stages = 0
     trained_names = axes_by_name(spec.trained_axes)
     for name, leaf, names in parameters_of(spec):
         gathered = spec.placement.gathered_axes(names)
         if gathered is not None:
             piece_elements = elements_per_device(leaf)
             pieces = math.prod(spec.placement.sizes[axis] for axis in gathered[1])
-            stored_elements += piece_elements
+            if spec.placement.dimension_over_stages(names) is not None:
+                from_stages += piece_elements * pieces * (spec.placement.stages - 1)
+                pieces *= spec.placement.stages
             whole_elements += piece_elements * pieces
             trained_elements += piece_elements * (pieces - 1) * (name in trained_names)
     weight_bytes = whole_elements * spec.dtype.itemsize
     gradient_bytes = 4 * trained_elements if spec.zero == 1 else 0
     yield MemorySuggestion("mesh.zero=3", weight_bytes + gradient_bytes)
     if spec.zero == 1:
-        yield MemorySuggestion("mesh.zero=2", gradient_bytes)
+        yield MemorySuggestion("mesh.zero=2", gradient_bytes + from_stages * spec.dtype.itemsize)
 
 
 def _train_state_bytes(spec: StepSpec) -> int:

@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -22,7 +22,7 @@ from jaxmnt.models.grouped import ProductMethod
 from jaxmnt.models.kernels import Kernel, choose_kernel, device_capability
 from jaxmnt.parallel.axes import num_microbatches
 from jaxmnt.parallel.layout import Layout
-from jaxmnt.parallel.sharding import FLOAT32_AXES, Axes, Placement, is_axes
+from jaxmnt.parallel.sharding import FLOAT32_AXES, Axes, Placement, divides_tokens, is_axes
 from jaxmnt.training.loss import Loss
 from jaxmnt.training.pipeline_schedule import PipelineSchedule
 
@@ -135,6 +135,12 @@ class StepSpec:
             field.name: jax.ShapeDtypeStruct(shape, jnp.dtype(field.dtype), sharding=sharding_of(field))
             for field in self.fields
         }
+
+    def with_zero(self, zero: int) -> "StepSpec":
+        """Returns the spec with this ZeRO stage. What the stages of a pipeline divide among them depends on it."""
+        config = self.config.changed({"mesh.zero": zero})
+        placement = replace(self.placement, divides_tokens=divides_tokens(config, self.placement))
+        return replace(self, config=config, placement=placement, layout=replace(self.layout, placement=placement))
 
     def on_mesh(self, function: Callable[..., Any], array_axes: Sequence[Any], out_axes: Any) -> Callable[..., Any]:
         """Returns a function of global arrays that runs `function(params, buffers, *arrays)` on each device's pieces.

@@ -17,6 +17,7 @@ from jaxmnt.errors import ConfigError
 from jaxmnt.models.contract import Params
 from jaxmnt.parallel import collectives
 from jaxmnt.parallel.layout import map_with_axes
+from jaxmnt.parallel.stages import sum_over_shares
 from jaxmnt.training import engine, noise
 from jaxmnt.training.average import update_average
 from jaxmnt.training.loss import LossSums
@@ -211,7 +212,8 @@ def _local_gradients(
     local_results = engine.loss_and_gradients(spec, params, buffers, batch, functools.partial(_row_keys, spec, step))
     weights = batch["weights"]
     local_sums = (local_results.sums, _count_targets(weights), jnp.sum(weights))
-    sums, tokens, weight = collectives.sum_over_tokens(local_sums, spec.placement)
+    stage_sums, tokens, weight = collectives.sum_over_tokens(local_sums, spec.placement)
+    sums = sum_over_shares(stage_sums, spec.placement)
     layers = collectives.sum_within_stage(local_results.layers, spec.placement)
     is_unreduced = lambda names: not spec.is_reduced_early(names)
     gradients = collectives.reduce_gradients(
@@ -227,7 +229,8 @@ def _local_evaluation(spec: StepSpec, params: Params, buffers: Params, batch: Ba
     schedule = build_schedule("forward", train_schedule.stages, train_schedule.microbatches, train_schedule.chunks)
     sums = engine.loss(spec, params, buffers, batch, schedule)
     tokens = _count_targets(batch["weights"])
-    return collectives.sum_over_tokens((sums, tokens), spec.placement)
+    stage_sums, tokens = collectives.sum_over_tokens((sums, tokens), spec.placement)
+    return sum_over_shares(stage_sums, spec.placement), tokens
 
 
 def _count_targets(weights: Array) -> Array:

@@ -18,6 +18,7 @@ from jaxmnt.models.contract import LayerGroup, Params
 from jaxmnt.models.float8 import FORWARD, pack, power_of_two_scale, unpack
 from jaxmnt.parallel import collectives
 from jaxmnt.parallel.sharding import Axes, is_axes, without_stack_axis
+from jaxmnt.parallel.stages import reshard_over_stages, unshard_over_stages
 from jaxmnt.training.spec import StepSpec
 from jaxmnt.training.trained import select_trained
 
@@ -26,9 +27,11 @@ class Weights:
     """The weights of a step, each gathered when it is used: ZeRO 3."""
 
     def __init__(self, spec: StepSpec, params: Params):
-        """`params` has this device's pieces of the parameters, in the device layout."""
-        self._spec, self.params = spec, params
-        self._gradients_like = params
+        """`params` has this device's pieces of the parameters, in the device layout. Tables that the step needs whole
+        are gathered from the stages here."""
+        self._spec = spec
+        self.params = unshard_over_stages(params, spec.definition.axes, spec.placement, spec.dtype)
+        self._gradients_like = self.params
         """Arrays with the shapes in which the gradients of all microbatches are added up."""
 
     def prepare(self, params: Params, axes: Any) -> Params:
@@ -50,8 +53,14 @@ class Weights:
         up."""
         return collectives.reshard(gradients, axes, self._spec.placement, self._spec.reduce_dtype)
 
+    def reduce_over_stages(self, gradients: Params) -> Params:
+        """Returns gradients in which those of tables that were gathered from the stages are summed over the stages and
+        scattered among them."""
+        spec = self._spec
+        return reshard_over_stages(gradients, spec.trained_axes, spec.placement, spec.reduce_dtype)
+
     def finish(self, gradients: Params) -> Params:
-        """Returns the accumulated gradients of this device's pieces of the parameters."""
+        """Returns the accumulated gradients as `Weights.reduce` returns those of a microbatch with ZeRO 3."""
         return gradients
 
 
@@ -60,7 +69,7 @@ class GatheredOnce(Weights):
 
     def __init__(self, spec: StepSpec, params: Params):
         super().__init__(spec, params)
-        self.params = {name: self._gather_all(name, stored_params) for name, stored_params in params.items()}
+        self.params = {name: self._gather_all(name, stored_params) for name, stored_params in self.params.items()}
 
     def prepare(self, params: Params, axes: Any) -> Params:
         return params
