@@ -604,8 +604,8 @@ class Step:
 
     def stages_link(self) -> Link | None:
         """Returns the communication over `pipeline` for one microbatch. In each tick, c t D / model bytes are sent
-        between stages, forward and backward. As the stages share embedding and head, there are also four all-reduces of
-        as many bytes."""
+        between stages, forward and backward. As the stages share embedding and head, as many bytes are also summed four
+        times or, if stages divide tokens, gathered twice and scattered twice."""
         scheme = self.scheme
         if scheme.pipeline == 1:
             return None
@@ -613,8 +613,12 @@ class Step:
         replica = math.prod(self.sizes.values()) // scheme.data
         transfer = self.rates.send_seconds(payload, between_hosts=replica > self.domain)
         seconds = 2 * scheme.ticks / scheme.microbatches * transfer
-        sums = 4 * self.ring_seconds("all-reduce", payload, "pipeline") if self.head_stages > 1 else 0.0
-        return Link(seconds + sums, seconds * self.traits.exposes_stages + sums)
+        shared = 0.0
+        if self.head_stages > 1:
+            divides_tokens = scheme.table_stages(self.model.vocab) > 1
+            kinds = ("all-gather", "reduce-scatter") if divides_tokens else ("all-reduce", "all-reduce")
+            shared = 2 * sum(self.ring_seconds(kind, payload, "pipeline") for kind in kinds)
+        return Link(seconds + shared, seconds * self.traits.exposes_stages + shared)
 
 
 def _add_links(links: dict[str, Link], more: Links, times: float) -> None:

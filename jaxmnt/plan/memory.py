@@ -178,17 +178,19 @@ def estimate_memory(
     depth = math.ceil(model.depth / chunks)
     padding = depth * chunks / model.depth
 
-    # Count the parameters per device: those of the layers and the ends before sharding, and all as stored.
+    # Count the parameters per device: those of the layers and the ends before sharding, the stage's piece of the ends,
+    # and all as stored.
     experts, others = _stage_parameters(model, scheme, padding)
-    layers = experts + others
-    ends = model.end_parameters / devices
+    layers, ends_of_stage = experts + others, model.end_parameters / devices
+    ends = ends_of_stage * scheme.table_stages(model.vocab)
     stored_parameters = (
-        experts / scheme.expert_shards + (others + ends) / scheme.shards + model.other_parameters / stages
+        experts / scheme.expert_shards + (others + ends_of_stage) / scheme.shards + model.other_parameters / stages
     )
     residuals = row_residuals * scheme.whole_rows * scheme.slots * depth / model.depth
 
     has_all_gradients = scheme.shards > 1 and scheme.zero == 1
-    gradients = state.gradients * (layers + ends if has_all_gradients else stored_parameters)
+    sharded_parameters = stored_parameters + (ends - ends_of_stage) / scheme.shards
+    gradients = state.gradients * (layers + ends if has_all_gradients else sharded_parameters)
     embedding_gradient = state.gradients * (0 if model.tied else ends / 2) / (1 if has_all_gradients else scheme.shards)
     gradients_in_loss = gradients
     if scheme.microbatches == 1:
@@ -213,10 +215,12 @@ def estimate_memory(
     rest = max(in_backward + gradients, in_loss + gradients_in_loss, in_embedding + gradients)
     if scheme.shards > 1 and scheme.zero < 3:
         rest += scheme.itemsize * (layers + ends)
+    elif ends > ends_of_stage:
+        rest += scheme.itemsize * ends
 
     # A save copies arrays whose layout in a checkpoint differs from the one in memory.
     copied_layers = layers / padding if scheme.chunks > 1 or padding > 1 else 0
-    copied_parameters = copied_layers + ends * bool(model.vocab % devices)
+    copied_parameters = copied_layers + ends_of_stage * bool(model.vocab % devices)
     state_of_adapters = 0.0 if model.adapters is None else state.adapters * model.adapters.per_device(scheme)
     state_bytes_per_parameter = state.parameters + state.moments
     return Memory(
@@ -290,10 +294,11 @@ def _memory_in_loss(model: ModelShape, scheme: Scheme, multiples: Multiples, chu
     """Estimates the memory that the loss needs in addition to state, gradients and residuals.
 
     It is head · 4 V D + logits · 4 t V / chunks + head_narrow · c t D + head_weights · c n. V is a device's part of the
-    vocabulary, and `_memory_in_backward` explains the other symbols. `chunk` is the size of a chunk of logits in bytes.
+    vocabulary, t the tokens that a stage computes, and `_memory_in_backward` explains the other symbols. `chunk` is the
+    size of a chunk of logits in bytes.
     """
-    tokens = scheme.tokens
-    logits = 4 * tokens * model.vocab / (scheme.model * scheme.pipeline)
+    tokens = scheme.tokens / scheme.table_stages(model.vocab)
+    logits = 4 * scheme.tokens * model.vocab / (scheme.model * scheme.pipeline)
     chunks = math.ceil(logits / chunk)
     head = multiples["head" if chunks > 1 else "head_at_once"] * (multiples["head_tied"] if model.tied else 1)
     total = head * _head_gradient_bytes(model, scheme) + multiples["logits"] * logits / chunks
@@ -313,4 +318,5 @@ def _layer_weight_bytes(model: ModelShape, scheme: Scheme) -> float:
 
 def _head_gradient_bytes(model: ModelShape, scheme: Scheme) -> float:
     """Returns 4 V D, the bytes of a device's unsharded gradient of the head, or of the embedding."""
-    return 4 * model.vocab * model.hidden / (scheme.model * scheme.pipeline)
+    stages = scheme.pipeline / scheme.table_stages(model.vocab)
+    return 4 * model.vocab * model.hidden / (scheme.model * stages)

@@ -12,7 +12,7 @@ from jaxmnt.models.blockwise import ATTENTION
 from jaxmnt.models.contract import AttentionShape, Definition, LayerCosts, Product
 from jaxmnt.models.experts import EXPERT_ROUND
 from jaxmnt.parallel.chunks import halo_length
-from jaxmnt.parallel.sharding import GATHERED, Overlap, named_leaves
+from jaxmnt.parallel.sharding import GATHERED, Overlap, named_leaves, pays_to_divide_tokens
 from jaxmnt.training.memory_suggestions import residual_bytes
 from jaxmnt.training.optimizer import muon_forms
 from jaxmnt.training.pipeline_schedule import PipelineSchedule
@@ -186,6 +186,13 @@ class Scheme:
     def shards(self) -> int:
         """Number of shards of a parameter that does not belong to experts."""
         return self.fsdp * self.context * self.expert
+
+    def table_stages(self, vocab: int) -> int:
+        """Returns the number of stages from which a step gathers the tables of a vocabulary. It is 1 unless the stages
+        divide tokens."""
+        gathers_tables = self.shards > 1 and self.zero != 1
+        divides = pays_to_divide_tokens(self.tokens, vocab, self.model, gathers_tables=gathers_tables)
+        return self.pipeline if divides else 1
 
     @property
     def expert_shards(self) -> int:
