@@ -393,6 +393,7 @@ def test_a_plan_of_virtual_devices(tmp_path):
         "data 2 × pipeline 2 × fsdp 2 × model 2: 16 cpu on 4 hosts", "data 1, pipeline 1, fsdp 0-1, model 0-1",
         "zero    3, chosen by mesh.zero: auto (3 sends ", "there is no data sheet for cpu devices, so", "host 3",
         "250 is padded with zeros to 252", "1f1b: 2 microbatches through 2 stages", "stage 0  F 0 1",
+        "embedding and loss are divided by vocabulary",
         "layers.mlp.gate", "layers:pipeline", "peak", "collective-permute", "devices of a host",
     ):  # fmt: skip
         assert words in shown.stdout, words

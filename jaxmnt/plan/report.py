@@ -149,6 +149,7 @@ def schedule_facts(spec: StepSpec) -> dict[str, Any] | None:
         "ticks": schedule.ticks,
         "idle_percent": round(100 * idle_share / (1 + idle_share), 1),
         "in_flight": [schedule.in_flight(stage) for stage in range(schedule.stages)],
+        "ends_divided_by": "tokens" if spec.placement.divides_tokens else "vocabulary",
     }
 
 

@@ -80,7 +80,8 @@ def _schedule_lines(spec: StepSpec, report: Report) -> list[str]:
     lines = [
         f"stages  {facts['name']}: {microbatches} through {facts['stages']} stages"
         + (f" of {facts['chunks']} chunks" if facts["chunks"] > 1 else "")
-        + f" in {facts['ticks']} ticks, idle {facts['idle_percent']} % of the time, at most {most_in_flight} in flight"
+        + f" in {facts['ticks']} ticks, idle {facts['idle_percent']} % of the time, at most {most_in_flight} in flight",
+        f"        embedding and loss are divided by {facts['ends_divided_by']}",
     ]
     if facts["ticks"] <= 30:
         lines += ["        " + line for line in spec.schedule.draw().splitlines()]
