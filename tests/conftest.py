@@ -91,10 +91,10 @@ def write_words(folder: Path, files: int, words: int, seed: int = 0) -> None:
 @pytest.fixture(autouse=True)
 def quick_tests_compile_for_cpus_only(request, monkeypatch):
     """The environment of the quick tests has no compiler for GPUs, so they must not use one where it exists."""
-    if "slow" not in request.keywords:
+    if not {"slow", "exhaustive"} & {*request.keywords}:
         from jax.experimental import topologies
 
-        refuse = lambda *arguments, **options: pytest.fail("a test that compiles for GPUs must be marked slow")
+        refuse = lambda *arguments, **options: pytest.fail("a test that compiles for GPUs must be marked slow or exhaustive")
         monkeypatch.setattr(topologies, "get_topology_desc", refuse)
 
 
