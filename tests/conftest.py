@@ -94,7 +94,9 @@ def quick_tests_compile_for_cpus_only(request, monkeypatch):
     if not {"slow", "exhaustive"} & {*request.keywords}:
         from jax.experimental import topologies
 
-        refuse = lambda *arguments, **options: pytest.fail("a test that compiles for GPUs must be marked slow or exhaustive")
+        refuse = lambda *arguments, **options: pytest.fail(
+            "a test that compiles for GPUs must be marked slow or exhaustive"
+        )
         monkeypatch.setattr(topologies, "get_topology_desc", refuse)
 
 

@@ -163,9 +163,9 @@ def test_transpose_is_that_of_whole_arrays(name, count):
         ("scatter_pieces", "*x_BL.shape[2:]), 0, 1)", "*x_BL.shape[2:]), 0, 0)"),
         ("share_of", "x / placement.num_shards_in_use(axis)", "x"),
         ("shift_stage forward=True circular=False", "(send, send_back)", "(send, send)"),
-        ("distribute_from_stage", "with_transpose(psum, psum)", "with_transpose(psum, lambda x: x)"),
+        ("distribute_from_stage", "_mask_other_stages(x_BSD, stage)", "x_BSD"),
         ("distribute_from_stage by tokens", "_mask_other_stages(x_BSD, stage)", "x_BSD"),
-        ("collect_on_stage", "_mask_other_stages(_sum_over_stages(x_1TD), stage)", "_sum_over_stages(x_1TD)"),
+        ("collect_on_stage", "collectives.sum_over_axes(x_1TD, _STAGES)", "x_1TD"),
         ("collect_on_stage by tokens", "_mask_other_stages(x_TD.reshape", "(lambda x, stage: x)(x_TD.reshape"),
     ],
 )

@@ -62,6 +62,13 @@ def num_microbatches(config: Config, sizes: Mapping[str, int]) -> int:
     return shard_rows // (config.train.microbatch_size or shard_rows)
 
 
+def microbatch_rows(config: Config, sizes: Mapping[str, int]) -> int:
+    """Returns the number of rows in one microbatch on one batch shard. Raises `ConfigError` as `num_microbatches`
+    does."""
+    shards = math.prod(sizes[axis] for axis in BATCH_AXES)
+    return config.data.global_batch_size // shards // num_microbatches(config, sizes)
+
+
 def length_divisor(devices: int, pieces: int) -> int:
     """Returns the number of which the length of rows must be a multiple, if so many `devices` share a row and their
     parts are divided into so many `pieces` between layers. Devices that share rows have two chunks of each."""

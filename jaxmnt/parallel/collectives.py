@@ -58,6 +58,11 @@ def unshard_without_cast(piece: Array, names: Axes, placement: Placement) -> Arr
     if gathered is None:
         return piece
     dimension, mesh_axes = gathered
+    return gather_weight(piece, mesh_axes, dimension)
+
+
+def gather_weight(piece: Array, mesh_axes: tuple[str, ...], dimension: int) -> Array:
+    """Gathers a weight along a dimension from this device's piece of it."""
     return jax.lax.all_gather(row_major(piece), mesh_axes, axis=dimension, tiled=True)
 
 
@@ -90,11 +95,17 @@ def reshard(gradients: Any, axes: Any, placement: Placement, reduce_dtype: jnp.d
         gathered = placement.gathered_axes(names)
         if gathered is not None:
             dimension, mesh_axes = gathered
-            gradient = gradient.astype(reduce_dtype)
-            gradient = jax.lax.psum_scatter(gradient, mesh_axes, scatter_dimension=dimension, tiled=True)
+            gradient = scatter_gradient(gradient, mesh_axes, dimension, reduce_dtype)
         return gradient.astype(jnp.float32)
 
     return jax.tree.map(reshard_gradient, gradients, axes, is_leaf=is_axes)
+
+
+def scatter_gradient(gradient: Array, mesh_axes: tuple[str, ...], dimension: int, reduce_dtype: jnp.dtype) -> Array:
+    """Sums the gradient of a gathered weight in `reduce_dtype`, and returns this device's piece of the sum, in
+    float32."""
+    piece = _sum_and_scatter(mesh_axes, gradient.astype(reduce_dtype), dimension=dimension)
+    return piece.astype(jnp.float32)
 
 
 def reduce_gradients(
@@ -223,7 +234,7 @@ def scatter_sequence(x_BLD: Array, placement: Placement, summed_axis: str, axis:
     mesh_axes = placement.mesh_axes(axis)
     if not mesh_axes:
         # Stages that divide the vocabulary are summed by `stages.collect_on_stage`.
-        return _sum(x_BLD, tuple(name for name in placement.mesh_axes(summed_axis) if name != STAGE_AXIS))
+        return sum_over_axes(x_BLD, tuple(name for name in placement.mesh_axes(summed_axis) if name != STAGE_AXIS))
     if not placement.axes_in_use(summed_axis):
         return local_shard(x_BLD, placement, axis)
     return _scatter_activations(x_BLD, mesh_axes, dimension=1)
@@ -354,7 +365,7 @@ def piece_of_length(x_BLD: Array, index: Array, placement: Placement, axis: str 
 def sum_over(axis: str, x: Array, placement: Placement) -> Array:
     """Returns the sum over the pieces of a logical axis. A partial array becomes replicated, and the transpose does the
     same to the gradient."""
-    return _sum(x, placement.axes_in_use(axis))
+    return sum_over_axes(x, placement.axes_in_use(axis))
 
 
 def share_of(axis: str, x: Array, placement: Placement) -> Array:
@@ -378,7 +389,8 @@ def max_over(axis: str, x: Array, placement: Placement) -> Array:
     return jax.lax.pmax(x, mesh_axes) if mesh_axes else x
 
 
-def _sum(x: Array, mesh_axes: tuple[str, ...]) -> Array:
+def sum_over_axes(x: Array, mesh_axes: tuple[str, ...]) -> Array:
+    """Returns the sum over mesh axes, as `sum_over` does."""
     if not mesh_axes:
         return x
     psum = lambda x: jax.lax.psum(x, mesh_axes)

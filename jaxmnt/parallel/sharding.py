@@ -25,7 +25,7 @@ from jaxmnt.config.mesh import (
 )
 from jaxmnt.config.schema import Config
 from jaxmnt.errors import ConfigError, printable
-from jaxmnt.parallel.axes import length_divisor, num_microbatches, resolve_sizes
+from jaxmnt.parallel.axes import length_divisor, microbatch_rows, num_microbatches, resolve_sizes
 
 HostOf = Callable[[jax.Device], str]
 """A function that returns the name of a device's machine."""
@@ -299,8 +299,7 @@ def _choose_overlap(config: Config, placement: Placement) -> Overlap:
     pieces are large and no other microbatch computes while they travel."""
     requested_overlap = config.model.overlap
     shards = placement.num_shards("sequence")
-    shard_rows = config.data.global_batch_size // placement.batch_shards
-    rows = shard_rows // num_microbatches(config, placement.sizes)
+    rows = microbatch_rows(config, placement.sizes)
     if shards == 1 or requested_overlap == "off":
         return "off"
     if requested_overlap == "ring" and placement.stages > 1:
@@ -366,8 +365,7 @@ def divides_tokens(config: Config, placement: Placement) -> bool:
     """Returns True if the stages of the config's pipeline should divide the tokens of embedding and loss."""
     assert config.model.vocab_size is not None
     gathers_tables = bool(placement.mesh_axes("embed")) and config.mesh.zero != 1
-    shard_rows = config.data.global_batch_size // placement.batch_shards
-    rows = shard_rows // num_microbatches(config, placement.sizes)
+    rows = microbatch_rows(config, placement.sizes)
     tokens = rows * config.data.sequence_length // placement.num_shards("length")
     features = placement.num_shards("sequence")
     return placement.stages > 1 and pays_to_divide_tokens(

@@ -70,7 +70,7 @@ def distribute_from_stage(x_BSD: Array, stage: int, placement: Placement) -> Arr
     # The other stages add zeros, so each sum has one term.
     masked_BSD = _mask_other_stages(x_BSD, stage)
     if not placement.divides_tokens:
-        return _sum_over_stages(masked_BSD)
+        return collectives.sum_over_axes(masked_BSD, _STAGES)
     x_TD = _pad_for_stages(masked_BSD.reshape(-1, x_BSD.shape[-1]), placement, dimension=0)
     return _SCATTER(x_TD)[None]
 
@@ -81,19 +81,14 @@ def collect_on_stage(x_1TD: Array, stage: int, shape: tuple[int, int], placement
     if placement.stages == 1:
         return x_1TD
     if not placement.divides_tokens:
-        return _mask_other_stages(_sum_over_stages(x_1TD), stage)
+        return _mask_other_stages(collectives.sum_over_axes(x_1TD, _STAGES), stage)
     rows, length = shape
     x_TD = _GATHER(x_1TD[0])[: rows * length]
     return _mask_other_stages(x_TD.reshape(rows, length, -1), stage)
 
 
-_GATHER, _SCATTER = collectives.gather_and_scatter((STAGE_AXIS,), dimension=0)
-
-
-def _sum_over_stages(x: Array) -> Array:
-    """Returns the sum over all stages. The transpose does the same to the gradient."""
-    psum = lambda x: jax.lax.psum(x, STAGE_AXIS)
-    return collectives.with_transpose(psum, psum)(x)
+_STAGES = (STAGE_AXIS,)
+_GATHER, _SCATTER = collectives.gather_and_scatter(_STAGES, dimension=0)
 
 
 def _mask_other_stages(x: Array, stage: int) -> Array:
@@ -119,8 +114,7 @@ def unshard_over_stages(params: Any, axes: Any, placement: Placement, dtype: jnp
         dimension = placement.dimension_over_stages(names)
         if dimension is None:
             return piece
-        piece = collectives.row_major(piece.astype(collectives.dtype_in_use(names, dtype)))
-        return jax.lax.all_gather(piece, STAGE_AXIS, axis=dimension, tiled=True)
+        return collectives.gather_weight(piece.astype(collectives.dtype_in_use(names, dtype)), _STAGES, dimension)
 
     return jax.tree.map(unshard, params, axes, is_leaf=is_axes)
 
@@ -133,8 +127,6 @@ def reshard_over_stages(gradients: Any, axes: Any, placement: Placement, reduce_
         dimension = placement.dimension_over_stages(names)
         if dimension is None:
             return gradient
-        gradient = gradient.astype(reduce_dtype)
-        gradient = jax.lax.psum_scatter(gradient, STAGE_AXIS, scatter_dimension=dimension, tiled=True)
-        return gradient.astype(jnp.float32)
+        return collectives.scatter_gradient(gradient, _STAGES, dimension, reduce_dtype)
 
     return jax.tree.map(reshard, gradients, axes, is_leaf=is_axes)

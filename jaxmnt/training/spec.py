@@ -20,7 +20,7 @@ from jaxmnt.models.contract import Definition
 from jaxmnt.models.float8 import Float8
 from jaxmnt.models.grouped import ProductMethod
 from jaxmnt.models.kernels import Kernel, choose_kernel, device_capability
-from jaxmnt.parallel.axes import num_microbatches
+from jaxmnt.parallel.axes import microbatch_rows, num_microbatches
 from jaxmnt.parallel.layout import Layout
 from jaxmnt.parallel.sharding import FLOAT32_AXES, Axes, Placement, divides_tokens, is_axes
 from jaxmnt.training.loss import Loss
@@ -165,7 +165,7 @@ class StepSpec:
     @property
     def microbatch_rows(self) -> int:
         """The number of rows in one microbatch on one batch shard."""
-        return self.config.data.global_batch_size // self.placement.batch_shards // self.num_microbatches
+        return microbatch_rows(self.config, self.placement.sizes)
 
 
 def resolve_precision(config: Config, device: jax.Device) -> tuple[jnp.dtype, Float8 | None, Kernel]:
