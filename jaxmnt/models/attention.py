@@ -95,7 +95,7 @@ class KVHeads:
     """The key/value heads that a device computes.
 
     If the key/value heads cannot be split evenly among the devices of the `model` axis, each device has the weights of
-    all of them (see `parallel.sharding.build_placement`) and computes only those that its query heads need.
+    all of them (see `parallel.choices.build_placement`) and computes only those that its query heads need.
     """
 
     def __init__(self, heads: int, kv_heads: int, placement: Placement):

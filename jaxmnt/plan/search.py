@@ -13,7 +13,8 @@ from jaxmnt.distributed.gpu_settings import OUR_MEMORY_FRACTION
 from jaxmnt.errors import ConfigError
 from jaxmnt.models.experts import EXPERT_ROUND
 from jaxmnt.models.registry import define_model
-from jaxmnt.parallel.sharding import Overlap, pays_to_overlap_microbatches
+from jaxmnt.parallel.choices import pays_to_overlap_microbatches
+from jaxmnt.parallel.sharding import Overlap
 from jaxmnt.plan.candidates import Candidate, candidates, precision_setting
 from jaxmnt.plan.chips import Chip, Network
 from jaxmnt.plan.estimate import Estimate, estimate, uses_float8

@@ -11,8 +11,9 @@ from jaxmnt.models.adapters import is_adapter
 from jaxmnt.models.blockwise import ATTENTION
 from jaxmnt.models.contract import AttentionShape, Definition, LayerCosts, Product
 from jaxmnt.models.experts import EXPERT_ROUND
+from jaxmnt.parallel.choices import pays_to_divide_tokens
 from jaxmnt.parallel.chunks import halo_length
-from jaxmnt.parallel.sharding import GATHERED, Overlap, named_leaves, pays_to_divide_tokens
+from jaxmnt.parallel.sharding import GATHERED, Overlap, named_leaves
 from jaxmnt.training.memory_suggestions import residual_bytes
 from jaxmnt.training.optimizer import muon_forms
 from jaxmnt.training.pipeline_schedule import PipelineSchedule

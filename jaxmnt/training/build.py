@@ -16,13 +16,13 @@ from jaxmnt.models.contract import Definition
 from jaxmnt.models.experts import choose_method
 from jaxmnt.models.registry import define_model
 from jaxmnt.parallel.axes import length_divisor, num_microbatches, resolve_sizes
+from jaxmnt.parallel.choices import build_placement
 from jaxmnt.parallel.layout import EMPTY_SLOT, Dimension, Layout, pad_dimension
 from jaxmnt.parallel.sharding import (
     RULES,
     HostOf,
     Placement,
     build_mesh,
-    build_placement,
     check_replicated_share,
     named_leaves,
     with_whole_rows,

@@ -21,8 +21,9 @@ from jaxmnt.models.float8 import Float8
 from jaxmnt.models.grouped import ProductMethod
 from jaxmnt.models.kernels import Kernel, choose_kernel, device_capability
 from jaxmnt.parallel.axes import microbatch_rows, num_microbatches
+from jaxmnt.parallel.choices import divides_tokens
 from jaxmnt.parallel.layout import Layout
-from jaxmnt.parallel.sharding import FLOAT32_AXES, Axes, Placement, divides_tokens, is_axes
+from jaxmnt.parallel.sharding import FLOAT32_AXES, Axes, Placement, is_axes
 from jaxmnt.training.loss import Loss
 from jaxmnt.training.pipeline_schedule import PipelineSchedule
 
